@@ -1,0 +1,59 @@
+"""Marks, leak guards, and a line for what could not run."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+_NOT_RUN: list[str] = []
+# Libraries set these once per process, and they are harmless to later tests.
+_ENV_ALLOWED = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # forked ranks share few cores
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    found = torch.cuda.device_count()
+    for item in items:
+        need = 1 if item.get_closest_marker("gpu") else 0
+        if mark := item.get_closest_marker("multi_gpu"):
+            need = int(mark.args[0])
+        if need > found:
+            _NOT_RUN.append(f"{item.nodeid} (needs {need} GPU(s), found {found})")
+            item.add_marker(pytest.mark.skip(reason=f"not run: needs {need} GPU(s), found {found}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _NOT_RUN:
+        terminalreporter.section("not run")
+        for line in _NOT_RUN:
+            terminalreporter.write_line(f"not run: {line}")
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """A test leaves the environment, the process group, the threads and Lightning's rank as it found them."""
+    env = dict(os.environ)
+    threads = set(threading.enumerate())
+    rank = getattr(rank_zero_only, "rank", None)
+    yield
+    leaked = {
+        key
+        for key in set(env) | set(os.environ)
+        if env.get(key) != os.environ.get(key) and key not in _ENV_ALLOWED
+    }
+    os.environ.clear()
+    os.environ.update(env)
+    assert not leaked, f"the test left environment variables changed: {sorted(leaked)}"
+    assert not (dist.is_available() and dist.is_initialized()), "the test left a process group"
+    extra = [t.name for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon]
+    assert not extra, f"the test left threads: {extra}"
+    rank_zero_only.rank = rank  # type: ignore[assignment]
