@@ -1,0 +1,50 @@
+# make train   two CPU ranks train a small network on scanned digits
+# make test    style, types and all tests
+# make check   style, types and the tests that start no process
+# make bench   side-by-side measurements (see benchmarks/)
+# make clean   remove what the other targets made, the environment included
+#
+# The first call makes .venv and installs into it; later calls start at once.
+# Another Python: make PYTHON=python3.12 train. More arguments: make train ARGS="trainer.max_epochs=3".
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: train test check lint bench install clean
+.DEFAULT_GOAL := train
+
+install: $(STAMP)
+
+# The stamp is older than these files when what is installed may have changed.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("lightning_dp needs Python 3.10 or newer; name one with make PYTHON=...") if sys.version_info < (3, 10) else None'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (the first time this downloads PyTorch and takes some minutes)"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/lean-ddp train experiment=digits trainer=cpu_sim $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# One thread a rank: several ranks share few cores, and results do not depend on their number.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+check: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info outputs multirun lightning_logs
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
