@@ -1,4 +1,5 @@
-"""Two small trainings on real data, written as any user of Lightning would: they know nothing of us.
+"""Two small trainings on real data, written as any user of Lightning would.
 
-``digits``: a convolutional network reads scanned digits. ``bytes``: a small GPT reads Python's library.
+They know nothing of the strategy that runs them. ``digits``: a convolutional network reads scanned
+digits. ``bytes``: a small GPT reads the source text of Python's standard library.
 """
