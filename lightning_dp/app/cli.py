@@ -1,0 +1,92 @@
+"""The command ``lean-ddp``: a table of names, each loaded when it is called.
+
+``lean-ddp train ...`` becomes ``python -m lightning_dp.app.train ...``, in the same process id. So the
+ranks that Lightning starts by running the command line again, Hydra's own options, and torchrun's
+``-m lightning_dp.app.train`` all take one and the same path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from lightning_dp import __version__
+
+USAGE_ERROR = 2
+
+
+class Command(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        target: A module to run as ``python -m`` would, or ``module:function``; the function takes the
+            remaining arguments and returns an exit code.
+        help: One line.
+    """
+
+    target: str
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command("lightning_dp.app.train", "train from the config tree: experiment=digits"),
+    "evaluate": Command("lightning_dp.app.evaluate", "score a checkpoint: ckpt_path=FILE"),
+}
+
+
+def usage() -> str:
+    """Return the text of ``lean-ddp --help``."""
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {row.help}" for name, row in COMMANDS.items())
+    return (
+        f"lean-ddp {__version__}: data-parallel training for PyTorch Lightning\n\n"
+        f"usage: lean-ddp COMMAND [ARGUMENTS]\n\n{rows}\n\n"
+        "lean-ddp COMMAND --help says more. train and evaluate take Hydra's overrides and options,\n"
+        "for example: lean-ddp train experiment=bytes trainer.devices=2"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: Arguments after the program's name; those of this process by default.
+
+    Returns:
+        An exit code. Commands that are modules replace this process and do not return.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else USAGE_ERROR
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        guess = f" Did you mean {near[0]!r}?" if near else ""
+        print(f"lean-ddp: there is no command {name!r}.{guess}\n\n{usage()}", file=sys.stderr)
+        return USAGE_ERROR
+    module, _, function = COMMANDS[name].target.partition(":")
+    if not function:
+        become_module(module, rest)
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    return command(rest)
+
+
+def become_module(module: str, arguments: Sequence[str]) -> None:
+    """Replace this process by ``python -m module arguments``, keeping the interpreter's options."""
+    program = len(sys.orig_argv) - len(sys.argv)
+    options = [option for option in sys.orig_argv[1:program] if option != "-m"]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *options, "-m", module, *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
