@@ -25,7 +25,9 @@ import torch.distributed as dist
 class RankError(AssertionError):
     """One or more ranks failed. ``tracebacks`` maps a rank to its traceback."""
 
-    def __init__(self, message: str, tracebacks: dict[int, str], exit_codes: dict[int, int]) -> None:
+    def __init__(
+        self, message: str, tracebacks: dict[int, str], exit_codes: dict[int, int]
+    ) -> None:
         super().__init__(message)
         self.tracebacks = tracebacks
         self.exit_codes = exit_codes
@@ -128,7 +130,9 @@ def run_ranks(
                 raise RankError(f"timed out after {timeout_s} s", tracebacks, exit_codes)
             return [tracebacks.get(rank) for rank in range(world_size)]
         if any(exit_codes.values()):
-            told = "\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(tracebacks.items()))
+            told = "\n".join(
+                f"--- rank {rank}\n{text}" for rank, text in sorted(tracebacks.items())
+            )
             why = f"timed out after {timeout_s} s; " if timed_out and not tracebacks else ""
             raise RankError(f"{why}exit codes by rank {exit_codes}\n{told}", tracebacks, exit_codes)
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]

@@ -1,0 +1,114 @@
+"""Every private name of torch that the engine touches, one small function each, with its fallback.
+
+A torch upgrade is a read of this file. Each function says what happens when its name is missing; a
+test removes the name and checks that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def has_end_of_backward() -> bool:
+    """Whether a callback at the end of a backward can be had at all.
+
+    Without it, the strategy finalises after ``backward`` has returned, and a raw ``loss.backward()``
+    is finalised before the optimizer steps.
+    """
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    return hasattr(engine, "queue_callback") and hasattr(torch._C, "_current_autograd_node")
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> bool:
+    """Run ``callback`` at the end of the graph task that is running now; return whether it was queued.
+
+    Inside a re-entrant backward that is the end of the *inner* task: see ``enclosing_node``. False
+    under compiled autograd, which traces hooks but refuses callbacks.
+    """
+    if not has_end_of_backward():
+        return False
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except (RuntimeError, AssertionError):
+        return False
+    return True
+
+
+def enclosing_node() -> Any | None:
+    """In an end-of-backward callback: the node whose backward started this one; None if outermost."""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    return current() if current is not None else None
+
+
+def graph_task_id() -> int:
+    """Return a number that tells nested backwards apart; always 0 where torch does not offer one."""
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    return int(current()) if current is not None else 0
+
+
+def run_at_end_of_outer(node: Any, callback: Callable[[], None]) -> bool:
+    """Run ``callback`` at the end of the backward that runs ``node``; return whether that is arranged.
+
+    A callback queued from the end of an inner backward would run in that inner task again, so a hook
+    on the next node of the outer graph does the queueing.
+    """
+    for following, _ in getattr(node, "next_functions", ()):
+        if following is None:
+            continue
+        handle: list[Any] = []
+
+        def hook(*_: Any, handle: list[Any] = handle) -> None:
+            handle.pop().remove()
+            queue_end_of_backward(callback)
+
+        handle.append(following.register_prehook(hook))
+        return True
+    return False
+
+
+def not_traced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Mark ``hook`` so that dynamo calls it instead of tracing it (a plain attribute: no call cost)."""
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook
+
+
+@contextmanager
+def split_compiled_graphs(bucket_bytes_cap: int) -> Iterator[None]:
+    """Let dynamo cut graphs that it compiles meanwhile at about ``bucket_bytes_cap`` of parameters.
+
+    A module compiled as one graph hands over all gradients when its backward ends, which leaves
+    nothing to overlap. Dynamo's own splitter (DDPOptimizer) asks one attribute; without that
+    attribute nothing is split and the result is the same, later.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel
+    if not hasattr(ddp, "_active_ddp_module"):
+        yield
+        return
+    before = ddp._active_ddp_module
+    ddp._active_ddp_module = SimpleNamespace(bucket_bytes_cap=bucket_bytes_cap)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ddp._active_ddp_module = before
+
+
+def hash_tensor(tensor: Tensor) -> Tensor:
+    """Return a 64-bit digest of ``tensor``'s bytes, shape ``()``, on its device.
+
+    Falls back to a position-weighted integer sum where ``torch.hash_tensor`` is missing (torch 2.8).
+    """
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if hasattr(torch, "hash_tensor") and flat.numel():
+        digest: Tensor = torch.hash_tensor(flat)
+        return digest.view(torch.int64)
+    integers = flat.contiguous().view(torch.uint8).to(torch.int64)
+    places = torch.arange(1, integers.numel() + 1, device=integers.device)
+    return (integers * (places * 1_000_003 + 7)).sum()

@@ -1,0 +1,229 @@
+"""Buckets: which gradients travel together, and the flat memory that they travel in.
+
+``plan_buckets`` is planning with integers alone. ``Bucket`` owns storage:
+
+    flat:  [ grad of slot 0 | grad of slot 1 | ... | used-flags, one a slot | control tail ]
+
+A slot's view has the *parameter's* strides, so a channels_last weight gets a channels_last gradient
+and nothing is copied twice. The used-flags say which slots had a gradient on this rank; they are
+averaged with the rest, so a flag above zero means "some rank used it" ([Note: unused parameters]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.engine.window import CONTROL_SIZE
+
+ALIGN_BYTES = 16
+
+
+class Slot:
+    """One parameter's place in the engine."""
+
+    __slots__ = (
+        "bucket",
+        "deferred",
+        "fires",
+        "grad_view",
+        "index",
+        "kept",
+        "name",
+        "nested",
+        "param",
+        "partition",
+        "session",
+        "sparse",
+        "view",
+    )
+
+    def __init__(self, index: int, name: str, param: nn.Parameter, partition: int = 0) -> None:
+        self.index = index
+        self.name = name
+        self.param = param
+        self.partition = partition  # buckets never mix partitions (the strategy passes optimizers)
+        self.bucket: Bucket | None = None
+        self.view: Tensor | None = None  # into the bucket, real dtype
+        self.grad_view: Tensor | None = None  # what ``param.grad`` becomes
+        self.kept: Tensor | None = None  # the local gradient, when its dtype is not the bucket's
+        self.session = -1  # the last session in which it fired
+        self.fires = 0
+        self.nested = False  # fires inside a re-entrant backward, and only once
+        self.deferred = False  # may fire more than once: its bucket is sent last
+        self.sparse = False
+
+    @property
+    def planned(self) -> bool:
+        """Whether it is known how its gradient travels."""
+        return self.bucket is not None or self.sparse
+
+    @property
+    def numel(self) -> int:
+        """Real numbers to send (a complex one counts twice)."""
+        return self.param.numel() * (2 if self.param.is_complex() else 1)
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """What planning needs to know of a slot.
+
+    Attributes:
+        index: Whose it is.
+        nbytes: Bytes on the wire.
+        key: Only slots with equal keys share a bucket.
+    """
+
+    index: int
+    nbytes: int
+    key: tuple[object, ...]
+
+
+def plan_buckets(
+    specs: Sequence[SlotSpec], cap_bytes: int, first_bytes: int, last_bytes: int
+) -> list[list[int]]:
+    """Cut slots, given in order of arrival, into buckets.
+
+    Slots with one key fill buckets of at most ``cap_bytes``. The very first bucket is small so that
+    the wire starts early, the very last so that little is left to wait for when the backward ends.
+    A slot above the cap has a bucket of its own.
+
+    Args:
+        specs: In the order in which gradients arrive.
+        cap_bytes: Most bytes of a bucket.
+        first_bytes: Most bytes of the first bucket.
+        last_bytes: Most bytes of the bucket that holds the last arrival.
+
+    Returns:
+        Lists of ``index``, in launch order: by each bucket's last arrival.
+    """
+    tail: set[int] = set()
+    if specs:
+        size = 0
+        for spec in reversed(specs):
+            if spec.key != specs[-1].key:
+                continue
+            if tail and size + spec.nbytes > last_bytes:
+                break
+            tail.add(spec.index)
+            size += spec.nbytes
+    open_buckets: dict[tuple[object, ...], list[int]] = {}
+    sizes: dict[tuple[object, ...], int] = {}
+    closed: list[list[int]] = []
+    for spec in specs:
+        key = (*spec.key, spec.index in tail)
+        cap = cap_bytes if closed else min(first_bytes, cap_bytes)
+        if key in open_buckets and sizes[key] + spec.nbytes > cap:
+            closed.append(open_buckets.pop(key))
+        open_buckets.setdefault(key, []).append(spec.index)
+        sizes[key] = sizes.get(key, 0) * (len(open_buckets[key]) > 1) + spec.nbytes
+    closed.extend(open_buckets.values())
+    arrival = {spec.index: position for position, spec in enumerate(specs)}
+    return sorted(closed, key=lambda indices: max(arrival[index] for index in indices))
+
+
+class Bucket:
+    """Gradients that travel in one collective.
+
+    Attributes:
+        index: Its place in the launch order; equal on all ranks.
+        slots: In the order of their memory.
+        flat: ``(numel,)`` storage of gradients, flags and control tail; ``None`` while released.
+        carries_control: Whether its dtype can hold the control tail without loss.
+    """
+
+    grads: Tensor
+    flags: Tensor
+    control: Tensor
+
+    def __init__(
+        self, index: int, slots: Sequence[Slot], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.index = index
+        self.slots = list(slots)
+        self.dtype = dtype
+        self.device = device
+        self.deferred = any(slot.deferred for slot in slots)
+        self.pending = 0
+        self.unused: list[int] = []  # positions without a local gradient, set at launch
+        self.flat: Tensor | None = None
+        align = max(1, ALIGN_BYTES // dtype.itemsize)
+        self.offsets: list[int] = []
+        offset = 0
+        for slot in self.slots:
+            slot.bucket = self
+            self.offsets.append(offset)
+            offset += -(-slot.numel // align) * align
+        self.grad_numel = offset
+        self.carries_control = dtype in (torch.float32, torch.float64)
+        self.numel = offset + len(self.slots) + (CONTROL_SIZE if self.carries_control else 0)
+        self.same_dtype = [_real_dtype(slot.param.dtype) == dtype for slot in self.slots]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its parameters."""
+        return [slot.name for slot in self.slots]
+
+    def allocate(self) -> Tensor:
+        """Return the storage, made (zeroed) when there is none."""
+        if self.flat is None:
+            self.flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+            for slot, offset, same in zip(self.slots, self.offsets, self.same_dtype, strict=True):
+                slot.view, slot.grad_view = _views(self.flat, slot, offset, same)
+            flags_end = self.grad_numel + len(self.slots)
+            self.grads = self.flat[: self.grad_numel]
+            self.flags = self.flat[self.grad_numel : flags_end]
+            self.control = self.flat[flags_end:]
+        return self.flat
+
+    def release(self) -> bool:
+        """Give the storage back if no parameter holds a gradient in it; return whether it did.
+
+        Only references are dropped: a view that somebody else kept stays valid.
+        """
+        if self.flat is None or any(slot.param.grad is not None for slot in self.slots):
+            return False
+        for slot in self.slots:
+            slot.view = slot.grad_view = None
+        self.flat = None
+        del self.grads, self.flags, self.control
+        return True
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _views(flat: Tensor, slot: Slot, offset: int, same: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the slot's view into the bucket and the view that ``param.grad`` becomes."""
+    param = slot.param
+    if param.is_complex():
+        real = flat[offset : offset + slot.numel].view(*param.shape, 2)
+        return real, torch.view_as_complex(real) if same else None
+    view = flat[offset : offset + slot.numel]
+    view = view.as_strided(param.shape, _strides(param))
+    return view, view if same else None
+
+
+def _strides(param: Tensor) -> tuple[int, ...]:
+    return param.stride() if is_dense(param) else torch.empty(param.shape, device="meta").stride()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether ``tensor``'s elements fill one block of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,282 @@
+"""The end of a session: launch the rest, hand gradients back, settle what the ranks must agree on."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dp.engine.agreement import Profile, agree, raise_remote_errors
+from lightning_dp.engine.bucket import Bucket, Slot
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.report import Report
+from lightning_dp.engine.sparse import reduce_sparse
+from lightning_dp.engine.window import CONTROL_SIZE, Control
+from lightning_dp.engine.wire import InFlight
+from lightning_dp.errors import LateGradientError, NonFiniteGradientError, some_names
+
+if TYPE_CHECKING:
+    from lightning_dp.engine.reducer import Reducer
+    from lightning_dp.engine.session import Session
+
+log = logging.getLogger(__name__)
+
+
+def finish(reducer: Reducer, session: Session) -> None:
+    """Complete ``session``; see ``Reducer.finalize``.
+
+    Collective: every rank, once per session. Blocks (on CUDA: the stream only).
+    """
+    if reducer.keeper is not None and reducer.window.ends:
+        session.buffers = reducer.keeper.changed()
+    try:
+        if reducer.group.world_size == 1:
+            _finish_alone(reducer)
+        else:
+            _finish_together(reducer, session)
+    except BaseException:
+        # A gradient that was not averaged must not be stepped on by whoever catches this.
+        for slot in reducer.registry.slots:
+            if slot.bucket is not None:
+                slot.param.grad = None
+        raise
+    finally:
+        if reducer.window.ends:
+            reducer.window.reset()
+
+
+def _finish_alone(reducer: Reducer) -> None:
+    """World of one: nothing to send; only the window's weight is left to divide by."""
+    tail = torch.zeros(CONTROL_SIZE, dtype=torch.float64)
+    reducer.window.write(tail)
+    reducer.keep_totals(tail)
+    _scale([s.param.grad for s in reducer.registry.slots], _factor(reducer, tail))
+
+
+def _finish_together(reducer: Reducer, session: Session) -> None:
+    """One round for the buckets that exist; rarely a second one, for parameters that have none yet."""
+    tail: Tensor | None = None
+    unplanned = [
+        slot
+        for slot in reducer.registry.slots
+        if slot.param.requires_grad
+        and not slot.planned
+        and session.partition in (None, slot.partition)
+    ]
+    if session.sequence or (reducer.layout.sparse and not unplanned):
+        tail = _round(reducer, session, new=bool(unplanned))
+    # Reading the tail would stop the host of an accelerator; there each rank trusts its own view.
+    read = reducer.group.host_reads_are_free
+    if unplanned or (read and tail is not None and bool(tail[Control.NEW] > 0)):
+        _plan(reducer, session, unplanned)
+        later = _round(reducer, session, new=False)
+        tail = tail if tail is not None else later
+    if tail is not None:
+        reduce_sparse(reducer.layout.sparse, reducer.group)
+        sparse_grads = [slot.param.grad for slot in reducer.layout.sparse]
+        _scale(sparse_grads, _factor(reducer, tail))
+        reducer.keep_totals(tail)
+
+
+def _plan(reducer: Reducer, session: Session, unplanned: list[Slot]) -> None:
+    """Give buckets to parameters that have none; they are this session's second round.
+
+    Collective: every rank. Blocks.
+    """
+    # Outside of a backward nothing fired: what has a gradient then stands for the order of arrival.
+    present = [slot for slot in reversed(unplanned) if slot.param.grad is not None]
+    fired = list(session.fired.values()) or present
+    grads = {slot.index: slot.param.grad for slot in unplanned}
+    agreement = agree(
+        Profile(
+            trainable=[slot.index for slot in unplanned],
+            fired=[slot.index for slot in fired],
+            repeated=sorted(session.repeated),
+            nested=sorted(session.nested),
+            sparse=[n for n, grad in grads.items() if grad is not None and grad.is_sparse],
+        ),
+        reducer.group,
+        reducer.registry.names,
+    )
+    new = reducer.layout.extend(agreement, reducer.registry.slots)
+    reducer.announce(new, agreement)
+    session.sequence = new
+    session.launched = 0
+
+
+def _round(reducer: Reducer, session: Session, *, new: bool) -> Tensor:
+    """Send the rest of ``session.sequence``, hand gradients back; return the reduced control tail.
+
+    Collective: every rank. One collective a bucket, and a small one only where no bucket can carry the
+    tail (all-half-precision models, communication hooks).
+    """
+    carrier = session.sequence[-1] if session.sequence else None
+    if carrier is not None and not (reducer.wire.carries_flags and carrier.carries_control):
+        carrier = None
+    while session.launched < len(session.sequence):
+        if carrier is not None and session.launched == len(session.sequence) - 1:
+            carrier.allocate()
+            session.before_last = partial(_write_tail, reducer, session, carrier.control, new=new)
+        session.launch_next(reducer)
+    session.before_last = None
+    separate = None if carrier is not None else _send_separately(reducer, session, new=new)
+    for bucket, _ in session.in_flight:
+        _hand_back_used(bucket)  # in the shadow of the collectives
+    for bucket, work in session.in_flight:
+        session.waiting_for = bucket
+        work.wait()
+    session.waiting_for = None
+    tail = carrier.control if carrier is not None else _receive(session, separate)
+    report = reducer.next_report(Report(tail, session, reducer.group.host_reads_are_free))
+    if report is not None:
+        _act_on(reducer, report)
+    factor = _factor(reducer, tail)
+    for bucket, _ in session.in_flight:
+        _scale([bucket.grads], factor)
+        _hand_back_rest(bucket)
+    session.in_flight = []
+    return tail
+
+
+def _write_tail(reducer: Reducer, session: Session, tail: Tensor, *, new: bool) -> None:
+    reducer.window.write(tail)
+    for place, value in (
+        (Control.LATE, len(session.late)),
+        (Control.NEW, new),
+        (Control.NON_FINITE, len(session.non_finite)),
+        (Control.SQUARED_NORM, session.squared_norm),
+        (Control.BUFFERS, len(session.buffers)),
+    ):
+        if value:
+            tail[place] = float(value)
+
+
+def _send_separately(
+    reducer: Reducer, session: Session, *, new: bool
+) -> tuple[Tensor, InFlight | None]:
+    """Send the tail, and the flags if the wire does not carry them, on their own."""
+    tail = torch.zeros(CONTROL_SIZE, device=reducer.group.device)
+    _write_tail(reducer, session, tail, new=new)
+    flags = [] if reducer.wire.carries_flags else [b.flags.float() for b, _ in session.in_flight]
+    message = torch.cat([tail, *flags])
+    work = dist.all_reduce(
+        message, op=dist.ReduceOp.AVG, group=reducer.group.process_group, async_op=True
+    )
+    return message, work
+
+
+def _receive(session: Session, separate: tuple[Tensor, InFlight | None] | None) -> Tensor:
+    assert separate is not None
+    message, work = separate
+    if work is not None:
+        work.wait()
+    offset = CONTROL_SIZE
+    if message.numel() > CONTROL_SIZE:
+        for bucket, _ in session.in_flight:
+            bucket.flags.copy_(message[offset : offset + len(bucket.slots)])
+            offset += len(bucket.slots)
+    return message[:CONTROL_SIZE]
+
+
+def _act_on(reducer: Reducer, report: Report) -> None:
+    """Do on every rank what any rank reported in the tail: raise, or learn about buffers.
+
+    Collective: every rank exchanges names, only if something was reported. Blocks.
+    """
+    means = report.means()
+    group = reducer.group
+    if means[Control.ERROR] > 0:
+        raise_remote_errors(group.all_gather_object(None), group.rank)
+    if means[Control.LATE] > 0:
+        names, ranks = _gather_names(group, report.late)
+        reducer.defer(names)
+        raise LateGradientError(
+            f"[rank {group.rank}] a second gradient of {some_names(names)} arrived after the first had"
+            " been sent, so this step's average would miss it. These parameters are used in several"
+            " re-entrant backwards (activation checkpointing with use_reentrant=True, or a backward"
+            " inside a backward) for the first time now. They are sent last from the next step on; to"
+            f" have that from the start, pass deferred={names[:5]!r} to LeanDDPStrategy.",
+            names=names,
+            ranks=ranks,
+        )
+    if means[Control.NON_FINITE] > 0:
+        names, ranks = _gather_names(group, report.non_finite)
+        message = (
+            f"[rank {group.rank}] gradients of {some_names(names)} held inf or NaN on rank(s) {ranks}"
+            " before they were averaged. Look at that rank's batch; lower the learning rate or clip."
+        )
+        if reducer.check_finite == "raise":
+            raise NonFiniteGradientError(message, names=names, ranks=ranks)
+        log.warning(message)
+    if means[Control.BUFFERS] > 0 and reducer.keeper is not None:
+        reducer.keeper.learn(report.buffers)
+
+
+def _gather_names(group: ReplicaGroup, names: list[str]) -> tuple[list[str], list[int]]:
+    by_rank: list[list[str]] = group.all_gather_object(names)
+    ranks = [rank for rank, theirs in enumerate(by_rank) if theirs]
+    return list(dict.fromkeys(name for theirs in by_rank for name in theirs)), ranks
+
+
+def _hand_back_used(bucket: Bucket) -> None:
+    """Point ``.grad`` at the bucket where this rank had a gradient of the bucket's dtype."""
+    if not bucket.unused:
+        for slot in bucket.slots:
+            slot.param.grad = slot.grad_view
+        return
+    unused = set(bucket.unused)
+    for position, slot in enumerate(bucket.slots):
+        if position not in unused:
+            slot.param.grad = slot.grad_view
+
+
+def _hand_back_rest(bucket: Bucket) -> None:
+    """Give gradients to parameters that were used elsewhere only, and to those of another dtype.
+
+    [Note: unused parameters] Used on no rank means ``.grad`` stays ``None``, as on one device:
+    momentum and weight decay must not move a dead weight. The host reads flags only if something was
+    unused here, so the usual step costs nothing.
+    """
+    dead: set[int] = set()
+    if bucket.unused:
+        flags = bucket.flags.tolist()
+        dead = {position for position in bucket.unused if flags[position] == 0}
+        for position in bucket.unused:
+            if position not in dead:
+                bucket.slots[position].param.grad = bucket.slots[position].grad_view
+    if all(bucket.same_dtype):
+        return
+    for position, slot in enumerate(bucket.slots):
+        if slot.grad_view is None and position not in dead:
+            _copy_back(slot)
+
+
+def _copy_back(slot: Slot) -> None:
+    assert slot.view is not None
+    grad = slot.kept if slot.kept is not None else torch.empty_like(slot.param)
+    slot.kept = None
+    (torch.view_as_real(grad) if grad.is_complex() else grad).copy_(slot.view)
+    slot.param.grad = grad.detach()
+
+
+def _factor(reducer: Reducer, tail: Tensor) -> Tensor | float:
+    """What a mean over ranks must be multiplied with to be the window's weighted mean."""
+    window = reducer.window
+    if not window.weighted or not window.ends:
+        return 1.0
+    if reducer.group.host_reads_are_free:
+        return window.factor(float(tail[Control.WEIGHT]), torch.finfo(tail.dtype).eps)
+    weight = tail[Control.WEIGHT]
+    return torch.where(weight > 0, window.divisor / weight, torch.ones_like(weight))
+
+
+def _scale(grads: list[Tensor | None], factor: Tensor | float) -> None:
+    if isinstance(factor, float) and factor == 1.0:
+        return
+    for grad in grads:
+        if grad is not None:
+            grad.mul_(factor)

@@ -1,0 +1,115 @@
+"""Which parameters take part: every floating or complex one, each once, frozen ones too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_dp.engine.bucket import Slot
+from lightning_dp.errors import ConfigError, some_names
+
+
+def ignored_names(module: nn.Module) -> set[str]:
+    """Names in ``module._ddp_params_and_buffers_to_ignore``, the attribute that DDP honours too."""
+    names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return {name.removeprefix("module.") for name in names}
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the module's parameters without the ignored ones; a tied one under its first name."""
+    ignored = ignored_names(module)
+    return {name: p for name, p in module.named_parameters() if name not in ignored}
+
+
+def named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's buffers without the ignored ones."""
+    ignored = ignored_names(module)
+    return {name: b for name, b in module.named_buffers() if name not in ignored}
+
+
+def refuse_unusable(parameters: dict[str, nn.Parameter], device: torch.device) -> None:
+    """Raise for parameters that no data-parallel engine can hold.
+
+    Raises:
+        ConfigError: Names lazy, meta, DTensor or misplaced parameters, and what to do.
+    """
+    for reason, remedy, test in (
+        (
+            "are lazy and have no shape yet",
+            "run one forward on example data before fit (in `setup` or `configure_model`)",
+            nn.parameter.is_lazy,
+        ),
+        (
+            "are DTensors: another parallelism shards them",
+            "use the strategy that sharded them, or replicate the module",
+            lambda p: isinstance(p, DTensor),
+        ),
+        (
+            "are on the meta device and have no values",
+            "materialise them (`module.to_empty`, then load or initialise) before fit",
+            lambda p: p.is_meta,
+        ),
+        (
+            f"are not on this rank's device, {device}",
+            "let Lightning move the module, or list them in _ddp_params_and_buffers_to_ignore",
+            lambda p: p.device.type != device.type,
+        ),
+    ):
+        bad = [name for name, p in parameters.items() if test(p)]
+        if bad:
+            raise ConfigError(f"parameters {some_names(bad)} {reason}; {remedy}.")
+
+
+class Registry:
+    """Slots of all parameters seen so far, in order of appearance; numbers never change.
+
+    Args:
+        module: The user's module.
+        device: This rank's device.
+        partition_of: Tells which parameters may share a bucket: those with equal numbers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        partition_of: Callable[[nn.Parameter], int] = lambda _: 0,
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.partition_of = partition_of
+        self.slots: list[Slot] = []
+        self._known: set[int] = set()
+        self.add_new()
+
+    @property
+    def names(self) -> list[str]:
+        """Names by slot number."""
+        return [slot.name for slot in self.slots]
+
+    def missing(self) -> dict[str, nn.Parameter]:
+        """Return parameters of the module that have no slot: added or replaced since the last look."""
+        return {
+            name: p
+            for name, p in named_parameters(self.module).items()
+            if id(p) not in self._known and (p.is_floating_point() or p.is_complex())
+        }
+
+    def add_new(self) -> list[Slot]:
+        """Give a slot to each parameter that has none; return the new slots.
+
+        Raises:
+            ConfigError: A parameter is lazy, meta, a DTensor or on another device.
+        """
+        parameters = named_parameters(self.module)
+        refuse_unusable(parameters, self.device)
+        new = []
+        for name, param in self.missing().items():
+            slot = Slot(len(self.slots), name, param, self.partition_of(param))
+            self._known.add(id(param))
+            self.slots.append(slot)
+            new.append(slot)
+        return new

@@ -1,0 +1,94 @@
+"""How a bucket travels. One object, chosen in a constructor; no flag in the hot path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from lightning_dp.engine.bucket import Bucket
+from lightning_dp.engine.group import ReplicaGroup
+
+
+class InFlight(Protocol):
+    """A collective that was started."""
+
+    def wait(self) -> object:
+        """Return when the result may be read (on CUDA: by work queued on the current stream)."""
+
+
+class Wire(Protocol):
+    """Averages buckets over replicas.
+
+    Attributes:
+        carries_flags: Whether used-flags and control tail are averaged together with the gradients.
+            Otherwise the reducer sends them in one small collective of their own.
+    """
+
+    carries_flags: bool
+
+    def launch(self, bucket: Bucket) -> InFlight:
+        """Start averaging ``bucket`` in place.
+
+        Collective: every rank, in the launch order agreed for the session. Does not block.
+        """
+
+
+class AllReduceWire:
+    """The default: one asynchronous all-reduce of the flat storage."""
+
+    carries_flags = True
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self.group = group
+
+    def launch(self, bucket: Bucket) -> InFlight:
+        """Start averaging ``bucket`` in place.
+
+        Collective: every rank, in launch order. Does not block.
+        """
+        flat = bucket.allocate()
+        op = dist.ReduceOp.AVG
+        if bucket.dtype == torch.float16:
+            # A sum of fp16 gradients overflows long before their mean does.
+            flat.div_(self.group.world_size)
+            op = dist.ReduceOp.SUM
+        work: InFlight | None = dist.all_reduce(
+            flat, op=op, group=self.group.process_group, async_op=True
+        )
+        return work if work is not None else Done()
+
+
+class Done:
+    """A collective that has nothing left to wait for."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@dataclass
+class RecordingWire:
+    """A wire that records what passes through it: a test double, also for users' own tests.
+
+    Attributes:
+        inner: Where buckets go on; ``None`` lets them arrive unchanged, as if alone in the world.
+        launches: For each launch, ``(bucket index, names of its parameters, bytes)``.
+    """
+
+    inner: Wire | None = None
+    launches: list[tuple[int, tuple[str, ...], int]] = field(default_factory=list)
+
+    @property
+    def carries_flags(self) -> bool:
+        """As the inner wire; alone, the flags arrive as they were sent."""
+        return self.inner.carries_flags if self.inner is not None else True
+
+    def launch(self, bucket: Bucket) -> InFlight:
+        """Record, then pass on.
+
+        Collective: as the inner wire's.
+        """
+        self.launches.append((bucket.index, tuple(bucket.names), bucket.nbytes))
+        return self.inner.launch(bucket) if self.inner is not None else Done()

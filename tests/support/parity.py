@@ -1,0 +1,176 @@
+"""Gradients against a plain-torch reference: the mean of the ranks' local gradients, ``None`` included.
+
+``check`` runs a scenario twice on each rank: on a copy without any engine, whose local gradients are
+then averaged with plain collectives, and on the module that the reducer is attached to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.layout import LayoutOptions
+from lightning_dp.engine.reducer import Reducer
+from lightning_dp.engine.window import AccumulationWindow
+from lightning_dp.engine.wire import RecordingWire, Wire
+
+# Small caps, so that a test's small module has several buckets.
+SMALL = LayoutOptions(cap_bytes=2048, first_bytes=512, last_bytes=512)
+
+
+class Harness:
+    """A module with a reducer on one rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        options: LayoutOptions = SMALL,
+        wire: Callable[[ReplicaGroup], Wire] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.module = module
+        self.group = ReplicaGroup.create(torch.device("cpu"))
+        self.window = AccumulationWindow()
+        inner = wire(self.group) if wire is not None else None
+        self.reducer = Reducer(module, self.group, self.window, inner, options, **kwargs)
+        self.recording = RecordingWire(self.reducer.wire)
+        if self.reducer.wire.carries_flags or wire is not None:
+            self.reducer.wire = self.recording
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As the strategy does it."""
+        self.reducer.arm(loss)
+        try:
+            loss.backward(**kwargs)
+        except BaseException as error:
+            self.reducer.abort(error)
+            raise
+        if not self.reducer.nested:
+            self.reducer.finalize()
+
+    def __enter__(self) -> Harness:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reducer.close()
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """Return the same module on every rank."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def grads(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a dense copy of each gradient, by name."""
+    found = {}
+    for name, p in module.named_parameters():
+        g = p.grad
+        found[name] = None if g is None else (g.to_dense() if g.is_sparse else g).detach().clone()
+    return found
+
+
+def mean_over_ranks(local: dict[str, Tensor | None], module: nn.Module) -> dict[str, Tensor | None]:
+    """Average local gradients with plain collectives; used nowhere stays ``None``."""
+    mean: dict[str, Tensor | None] = {}
+    for name, p in module.named_parameters():
+        grad = local[name]
+        used = torch.tensor(0.0 if grad is None else 1.0)
+        total = torch.zeros_like(p, dtype=_wide(p.dtype)).contiguous()
+        if grad is not None:
+            total.copy_(grad)
+        real = torch.view_as_real(total) if total.is_complex() else total
+        dist.all_reduce(used)
+        dist.all_reduce(real)
+        mean[name] = None if used == 0 else (total / dist.get_world_size()).to(p.dtype)
+    return mean
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-5,
+    torch.complex64: 2e-5,
+    torch.bfloat16: 2e-2,
+    torch.float16: 2e-3,
+}
+
+
+def assert_same(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    """Compare by name, ``None`` included."""
+    assert actual.keys() == expected.keys()
+    for name, want in expected.items():
+        got = actual[name]
+        if want is None or got is None:
+            assert got is want, f"{name}: got {'None' if got is None else 'a gradient'}"
+            continue
+        tolerance = TOLERANCE[want.dtype]
+        torch.testing.assert_close(
+            got, want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def assert_equal_on_all_ranks(tensors: dict[str, Tensor | None]) -> None:
+    """Every rank holds the same bytes."""
+    mine = {
+        name: None
+        if t is None
+        else t.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        if t.dim()
+        else t.detach().reshape(1).view(torch.uint8).numpy().tobytes()
+        for name, t in tensors.items()
+        if t is None or not t.is_sparse
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, other in enumerate(everyone):
+        for name in mine:
+            assert other[name] == everyone[0][name], f"{name} differs between rank 0 and {rank}"
+
+
+def check(
+    rank: int,
+    world_size: int,
+    make: Callable[[], nn.Module],
+    step: Callable[[nn.Module, Callable[..., None], int, int], None],
+    steps: int = 4,
+    lr: float = 0.1,
+    **options: Any,
+) -> list[list[tuple[int, tuple[str, ...], int]]]:
+    """Run ``step(module, backward, step_index, rank)`` both ways and compare; return launches by step."""
+    module = seeded(make)
+    plain = copy.deepcopy(module)
+    launches = []
+    with Harness(module, **options) as harness:
+        for index in range(steps):
+            for m in (module, plain):
+                m.zero_grad()
+            torch.manual_seed(1000 * index + rank)
+            step(plain, lambda loss, **kw: loss.backward(**kw), index, rank)
+            expected = mean_over_ranks(grads(plain), plain)
+            torch.manual_seed(1000 * index + rank)
+            harness.recording.launches.clear()
+            step(module, harness.backward, index, rank)
+            launches.append(list(harness.recording.launches))
+            actual = grads(module)
+            assert_same(actual, expected)
+            assert_equal_on_all_ranks(actual)
+            with torch.no_grad():
+                for (_, p), (_, q) in zip(
+                    module.named_parameters(), plain.named_parameters(), strict=True
+                ):
+                    if p.grad is not None:
+                        g = p.grad.to_dense() if p.grad.is_sparse else p.grad
+                        p.sub_(lr * g)
+                        q.copy_(p)
+    return launches
