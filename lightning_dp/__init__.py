@@ -1,3 +1,10 @@
 """Data-parallel training for PyTorch Lightning: ``Trainer(strategy="lean_ddp")``."""
 
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_dp.strategy import LeanDDPStrategy
+
 __version__ = "0.1.0"
+__all__ = ["LeanDDPStrategy", "__version__"]
+
+LeanDDPStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,292 @@
+"""One training step between Lightning's hooks and the engine: weights, windows, checks, life time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dp import trainer_seams
+from lightning_dp.engine import replicas
+from lightning_dp.engine.autograd_seams import split_compiled_graphs
+from lightning_dp.engine.buffers import BufferKeeper
+from lightning_dp.engine.comm_hooks import CommHookWire
+from lightning_dp.engine.digest import check_replicas
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.reducer import Reducer
+from lightning_dp.engine.window import AccumulationWindow
+from lightning_dp.options import EngineOptions
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaEngine:
+    """Owns the group, the window, the reducer and the buffers from set-up to tear-down.
+
+    Args:
+        options: Checked options.
+        hook: A communication hook, or ``None``.
+        state: Its state.
+        wrapper: Wraps the hook.
+        timeout: For collectives of the gradients' own group.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        hook: Callable[..., Any] | None,
+        state: object,
+        wrapper: Callable[..., Any] | None,
+        timeout: timedelta | None,
+    ) -> None:
+        self.options = options
+        self.hook = (hook, state, wrapper)
+        self.timeout = timeout
+        self.window = AccumulationWindow()
+        self.group: ReplicaGroup | None = None
+        self.reducer: Reducer | None = None
+        self.keeper: BufferKeeper | None = None
+        self.optimizers: Sequence[Optimizer] = ()
+        self.trainer: pl.Trainer | None = None
+        self._module: pl.LightningModule | None = None
+        self._weight = 1.0
+        self._said_no_loss = False
+        self._groups_seen = 0
+        self._averaged = False
+
+    # Life time
+
+    def open(self, module: pl.LightningModule, device: torch.device) -> None:
+        """Make the group and make all replicas equal to rank 0's.
+
+        Raises:
+            ReplicaMismatchError: The ranks do not hold the same module.
+
+        Collective: every rank. Blocks.
+        """
+        self._module = module
+        if self.group is None:
+            self.group = ReplicaGroup.create(device, self.timeout)
+        replicas.synchronize(module, self.group)
+
+    def attach(self, optimizers: Sequence[Optimizer], trainer: pl.Trainer) -> None:
+        """Hook the parameters; one partition of buckets per optimizer."""
+        assert self.group is not None
+        assert self._module is not None
+        self.optimizers = optimizers
+        self.trainer = trainer
+        options = self.options
+        self.window = AccumulationWindow()
+        self.keeper = BufferKeeper(self._module, self.group, options.buffers, options.buffer_reduce)
+        hook, state, wrapper = self.hook
+        self.reducer = Reducer(
+            self._module,
+            self.group,
+            self.window,
+            CommHookWire(self.group, hook, state, wrapper) if hook is not None else None,
+            options.layout(self.group.device),
+            partition_of=self._partition,
+            deferred=options.deferred,
+            check_finite=options.check_gradients,
+            keeper=self.keeper,
+        )
+        self._groups_seen = self._count_groups()
+        self._averaged = trainer_seams.averages_weights(trainer)
+        self.steps = 0
+        self._said_no_loss = False
+
+    def close(self) -> None:
+        """Remove hooks and end the group; gradients and weights stay."""
+        if self.reducer is not None:
+            self.reducer.close()
+        group = self.group
+        if group is not None and group.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group(group.process_group)
+        self.reducer = self.keeper = self.group = self.trainer = self._module = None
+        self.optimizers = ()
+
+    def abort(self, error: BaseException) -> None:
+        """Give up a step that this rank cannot finish; never raises."""
+        if self.reducer is not None:
+            self.reducer.abort(error)
+
+    # One micro-batch
+
+    @property
+    def _automatic(self) -> bool:
+        return self._module is not None and self._module.automatic_optimization
+
+    @contextmanager
+    def forward(self) -> Generator[None]:
+        """Around a training step: equal buffers first, and compiled graphs that can overlap."""
+        reducer = self.reducer
+        if reducer is None or reducer.group.world_size == 1:
+            yield
+            return
+        if self.window.micro_batches == 0 and self.keeper is not None:
+            self.keeper.before_step()
+        reducer.release_storage()
+        with split_compiled_graphs(reducer.layout.options.cap_bytes):
+            yield
+
+    def weigh(self, output: Any) -> Any:
+        """Read the weight of a training step's output; give a rank without a loss a zero one."""
+        self._weight = 1.0
+        if not self._automatic or self.reducer is None:
+            return output
+        if output is None and self.reducer.group.world_size > 1:
+            return self._no_loss()
+        if isinstance(output, dict) and "weight" in output:
+            self._weight = float(output["weight"])
+            if not self._weight >= 0:
+                raise ValueError(
+                    f"training_step returned weight={self._weight}; a weight is the number of samples or"
+                    " tokens behind the mean loss, 0 or more."
+                )
+        return output
+
+    def _no_loss(self) -> Tensor:
+        assert self.reducer is not None
+        self._weight = 0.0
+        if not self._said_no_loss:
+            self._said_no_loss = True
+            log.warning(
+                "lean_ddp: training_step returned None on rank %d. This rank contributes nothing to such"
+                " a step; the mean is over the ranks that have a loss.",
+                self.reducer.group.rank,
+            )
+        return torch.zeros((), device=self.reducer.group.device, requires_grad=True)
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Generator[Tensor]:
+        """Around one backward: yields the weighted loss; an exception reaches the other ranks."""
+        if self.reducer is None:
+            yield loss
+            return
+        if self._automatic and self.trainer is not None:
+            divisor = self.trainer.accumulate_grad_batches
+            self.window.add(self._weight, loss.detach() * divisor, divisor)
+        try:
+            yield loss if self._weight == 1.0 else loss * self._weight
+        except BaseException as error:
+            self.reducer.abort(error)
+            raise
+
+    def arm(self, loss: Tensor) -> None:
+        """Before a backward: let it reduce, if its window ends."""
+        if self.reducer is not None and not self._reduces_on_step:
+            self.reducer.arm(loss)
+
+    def finish_backward(self) -> None:
+        """After a backward: finish what autograd's callback could not."""
+        if self.reducer is not None and self.reducer.is_open and not self.reducer.nested:
+            self.reducer.finalize()
+
+    @contextmanager
+    def inside_window(self) -> Generator[None]:
+        """While in this context, backwards do not end the window."""
+        if self.options.accum_sync == "every":
+            before, self.window.ends = self.window.ends, False
+            try:
+                yield
+            finally:
+                self.window.ends = before
+        else:
+            with self.window.closed():
+                yield
+
+    # One optimizer step
+
+    @property
+    def _reduces_on_step(self) -> bool:
+        return not self._automatic and self.options.manual_sync == "on_step"
+
+    def closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """Wrap the closure, which the precision plugin calls before it unscales, clips and steps."""
+        reducer = self.reducer
+        if reducer is None:
+            return closure
+
+        def closed() -> Any:
+            if not self._reduces_on_step:
+                output = closure()
+                self.finish_backward()
+                return output
+            with self.window.closed():
+                output = closure()
+            reducer.reduce_now(self._index(optimizer))
+            return output
+
+        return closed
+
+    def after_step(self) -> None:
+        """Count the step; now and then compare replicas. Collective: every rank, at the same steps."""
+        reducer = self.reducer
+        if reducer is None:
+            return
+        self.steps += 1
+        if self._averaged:
+            self.before_use()
+        every = self.options.check_replicas_every_n_steps
+        local_sgd = self.hook[0] is not None and hasattr(self.hook[1], "start_localSGD_iter")
+        if every and (self.steps == 1 or self.steps % every == 0) and not local_sgd:
+            check_replicas(reducer, self.steps, self.options.on_mismatch)
+
+    def before_use(self) -> None:
+        """Make buffers equal before they are read. Collective: every rank, unless one is failing."""
+        if self.keeper is not None and not trainer_seams.is_unwinding(self.trainer):
+            self.keeper.before_use()
+
+    # Parameters that come later
+
+    def before_batch(self, batch_idx: int) -> None:
+        """Look for new parameters at an epoch's start, and when an optimizer got a group.
+
+        Collective: every rank. One small exchange an epoch.
+        """
+        if self.reducer is None:
+            return
+        groups = self._count_groups()
+        if batch_idx == 0 or groups != self._groups_seen:
+            self._groups_seen = groups
+            self._take_in_new()
+
+    def _take_in_new(self) -> None:
+        assert self.reducer is not None
+        assert self.group is not None
+        assert self._module is not None
+        missing = sorted(self.reducer.registry.missing())
+        if not any(self.group.all_gather_object(missing)):
+            return
+        replicas.compare(self._module, self.group)
+        parameters = dict(self._module.named_parameters())
+        replicas.broadcast([parameters[name] for name in missing], self.group)
+        self.reducer.add_parameters()
+        log.info("lean_ddp: took in new parameters: %s", ", ".join(missing))
+
+    def _count_groups(self) -> int:
+        return sum(len(optimizer.param_groups) for optimizer in self.optimizers)
+
+    def _partition(self, parameter: nn.Parameter) -> int:
+        for index, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                if any(parameter is other for other in group["params"]):
+                    return index
+        return len(self.optimizers)
+
+    def _index(self, optimizer: Optimizer) -> int | None:
+        plain = getattr(optimizer, "optimizer", optimizer)
+        for index, other in enumerate(self.optimizers):
+            if other is plain or other is optimizer:
+                return index
+        return None

@@ -1,0 +1,317 @@
+"""``LeanDDPStrategy``: follows the Trainer's life cycle and delegates; no arithmetic here.
+
+This file is longer than others because the constructor documents every option of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dp.engine.window import WindowTotals
+from lightning_dp.options import DDP_ONLY, EngineOptions, as_timedelta, refuse_unknown
+from lightning_dp.replica_engine import ReplicaEngine
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.accelerators import Accelerator
+
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+class LeanDDPStrategy(DDPStrategy):
+    """Data-parallel training of an unchanged LightningModule; by name: ``Trainer(strategy="lean_ddp")``.
+
+    The module is replicated and never wrapped: ``state_dict`` keys, ``isinstance`` checks and methods
+    other than ``forward`` stay as they are. All arguments are keyword-only and can be written in YAML.
+
+    Args:
+        bucket_cap_mb: Most MiB of gradients sent in one message, or ``"auto"``.
+        reduce_dtype: Type in which gradients are averaged, ``"fp32"`` or ``"bf16"``; ``None`` uses each
+            gradient's own. ``float64`` always keeps its own.
+        ddp_comm_hook: A hook of ``torch.distributed.algorithms.ddp_comm_hooks``, or any callable with
+            the signature of one; works on every backend.
+        ddp_comm_state: The hook's state.
+        ddp_comm_wrapper: Wraps the hook (``fp16_compress_wrapper``).
+        model_averaging_period: Steps between parameter averages of post-local SGD.
+        deferred: Name patterns of parameters whose gradients are sent last. Needed only where an error
+            says so.
+        buffers: ``"lazy"`` makes buffers equal before they are used; ``"step"`` sends all of them
+            before each step; ``"none"`` never after the start.
+        buffer_reduce: Whether running statistics become rank 0's (``"broadcast"``) or the ``"mean"``.
+        check_replicas_every_n_steps: Optimizer steps between two proofs that replicas are identical;
+            0 for never.
+        on_mismatch: ``"raise"`` if they are not, or ``"rebroadcast"`` rank 0's values.
+        check_gradients: ``"warn"`` or ``"raise"`` if a rank's gradients are not finite, by name of rank
+            and parameter, before they are averaged. Costs one pass over the gradients.
+        accum_sync: Average gradients once per accumulation ``"window"``, or after ``"every"``
+            micro-batch.
+        manual_sync: In manual optimization, average after ``"each_backward"``, or only ``"on_step"``:
+            less traffic, but ``.grad`` is this rank's own until the optimizer steps.
+        start_method: How ranks start when nobody else starts them: ``"popen"`` runs the script again;
+            ``"fork"``, ``"spawn"`` and ``"forkserver"`` run the Trainer's call in new processes.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
+        timeout: Seconds (or a timedelta) after which a collective gives up.
+        find_unused_parameters: Accepted from configs of ``ddp``; does nothing.
+        static_graph: Accepted from configs of ``ddp``; does nothing.
+        gradient_as_bucket_view: Accepted from configs of ``ddp``; does nothing.
+        broadcast_buffers: Accepted from configs of ``ddp``; does nothing.
+        check_reduction: Accepted from configs of ``ddp``; does nothing.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer, or your own.
+        checkpoint_io: Set by the Trainer, or your own.
+        precision_plugin: Set by the Trainer, or your own.
+
+    Raises:
+        TypeError: An argument that does not exist; names the nearest one.
+        ConfigError: A value that is not possible.
+    """
+
+    is_distributed = True  # a plain fact: the parent's property warns
+
+    def __new__(cls, *_: Any, **kwargs: Any) -> LeanDDPStrategy:
+        """Refuse unknown arguments with the nearest name, for subclasses too."""
+        refuse_unknown(cls.__init__, kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        *,
+        bucket_cap_mb: float | Literal["auto"] = "auto",
+        reduce_dtype: Literal["fp32", "bf16"] | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        deferred: Sequence[str] = (),
+        buffers: Literal["lazy", "step", "none"] = "lazy",
+        buffer_reduce: Literal["broadcast", "mean"] = "broadcast",
+        check_replicas_every_n_steps: int = 1000,
+        on_mismatch: Literal["raise", "rebroadcast"] = "raise",
+        check_gradients: Literal["off", "warn", "raise"] = "off",
+        accum_sync: Literal["window", "every"] = "window",
+        manual_sync: Literal["each_backward", "on_step"] = "each_backward",
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT_S,
+        find_unused_parameters: bool | None = None,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
+        broadcast_buffers: bool | None = None,
+        check_reduction: bool | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self.options = EngineOptions(
+            bucket_cap_mb=bucket_cap_mb,
+            reduce_dtype=reduce_dtype,
+            deferred=tuple(deferred),
+            buffers=buffers,
+            buffer_reduce=buffer_reduce,
+            check_replicas_every_n_steps=check_replicas_every_n_steps,
+            on_mismatch=on_mismatch,
+            check_gradients=check_gradients,
+            accum_sync=accum_sync,
+            manual_sync=manual_sync,
+        )
+        self._ported = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "broadcast_buffers": broadcast_buffers,
+            "check_reduction": check_reduction,
+        }
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=as_timedelta("timeout", timeout),
+            start_method=start_method,
+        )
+        self._engine = ReplicaEngine(
+            self.options, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, self._timeout
+        )
+
+    # What users may ask
+
+    @property
+    def window_totals(self) -> WindowTotals | None:
+        """The last accumulation window over all ranks: weight, micro-batches, mean loss."""
+        reducer = self._engine.reducer
+        return reducer.totals if reducer is not None else None
+
+    @contextmanager
+    def accumulate(self) -> Generator[None]:
+        """In manual optimization: a backward in this context does not average its gradients.
+
+        Leave the context for the last backward before the optimizer steps: its average covers all.
+        """
+        with self._engine.window.closed():
+            yield
+
+    # Set-up
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Place the module, make replicas equal, create optimizers, attach the engine.
+
+        Collective: every rank. Blocks.
+        """
+        self._say_ported()
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._engine.attach(self.optimizers, trainer)
+
+    def configure_ddp(self) -> None:
+        """Make replicas equal; the module stays as it is.
+
+        Collective: every rank. Blocks.
+        """
+        assert self.lightning_module is not None
+        self._engine.open(self.lightning_module, self.root_device)
+
+    def _say_ported(self) -> None:
+        given = [name for name, value in self._ported.items() if value is not None]
+        self._ported = dict.fromkeys(self._ported)
+        for name in given:
+            rank_zero_info(f"lean_ddp: {name} does nothing here: {DDP_ONLY[name]}.")
+
+    # A step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Take in parameters that appeared since, at an epoch's start.
+
+        Collective: every rank at ``batch_idx`` 0.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        self._engine.before_batch(batch_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step``; a rank without a loss takes part with weight 0."""
+        with self._engine.forward():
+            output = super().training_step(*args, **kwargs)
+        return self._engine.weigh(output)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Back-propagate the weighted loss; gradients are averaged when this returns.
+
+        Collective: every rank, if the window reduces.
+        """
+        with self._engine.backward(closure_loss) as loss:
+            return super().backward(loss, optimizer, *args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Arm the engine; the loss is not scaled by a precision plugin yet."""
+        self._engine.arm(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Safety net: finish a reduction that autograd's callback did not."""
+        self._engine.finish_backward()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """While in this context, a backward belongs to a window that goes on."""
+        with self._engine.inside_window():
+            yield
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step; then, now and then, prove that replicas are identical.
+
+        Collective: every rank.
+        """
+        closure = self._engine.closure(closure, optimizer)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._engine.after_step()
+        return output
+
+    # Statistics are made equal before somebody reads them
+
+    def on_validation_start(self) -> None:
+        """Make buffers equal. Collective: every rank."""
+        self._engine.before_use()
+        super().on_validation_start()
+
+    def on_test_start(self) -> None:
+        """Make buffers equal. Collective: every rank."""
+        self._engine.before_use()
+        super().on_test_start()
+
+    def on_predict_start(self) -> None:
+        """Make buffers equal. Collective: every rank."""
+        self._engine.before_use()
+        super().on_predict_start()
+
+    def on_train_end(self) -> None:
+        """Make buffers equal. Collective: every rank."""
+        self._engine.before_use()
+        super().on_train_end()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's plain ``state_dict``. Collective: every rank, while fitting."""
+        self._engine.before_use()
+        return super().lightning_module_state_dict()
+
+    # The end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let go of a step that was going on."""
+        self._engine.abort(exception)
+
+    def teardown(self) -> None:
+        """Remove every hook, then as the parent."""
+        self._engine.close()
+        super().teardown()
+
+    # Names
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``lean_ddp`` and its variants; a second call changes nothing."""
+        for suffix, start_method in (
+            ("", "popen"),
+            ("_spawn", "spawn"),
+            ("_fork", "fork"),
+            ("_notebook", "fork"),
+        ):
+            for tail, unused in (
+                ("", None),
+                ("_find_unused_parameters_true", True),
+                ("_find_unused_parameters_false", False),
+            ):
+                strategy_registry.register(
+                    f"lean_ddp{suffix}{tail}",
+                    cls,
+                    description=f"Lean data parallel, ranks start by {start_method}",
+                    override=True,
+                    start_method=start_method,
+                    find_unused_parameters=unused,
+                )
