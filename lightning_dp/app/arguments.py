@@ -30,10 +30,13 @@ def check_arguments(cfg: DictConfig) -> None:
 
     Raises:
         ConfigError: A target does not exist, does not know an argument (the nearest one is named), or
-            is given a number where it wants text, or the other way round.
+            is given a number where it wants text, or the other way round; or a batch would be empty.
     """
     for path, node in _targets(cfg, ""):
         _check_node(path, node)
+    batch_size = OmegaConf.select(cfg, "data.batch_size")
+    if isinstance(batch_size, int) and batch_size < 1:
+        raise ConfigError(f"data.batch_size must be at least 1, not {batch_size}.")
 
 
 def _targets(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
@@ -41,9 +44,9 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
         if node.get("_target_") is not None:
             yield path, node
         # An interpolated node is checked where it is defined; a missing value is Hydra's to report.
-        for key in node:
+        for key in map(str, node):
             if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
-                yield from _targets(node[key], f"{path}.{key}" if path else str(key))
+                yield from _targets(node[key], f"{path}.{key}" if path else key)
     elif isinstance(node, ListConfig):
         for index, item in enumerate(node):
             yield from _targets(item, f"{path}[{index}]")
@@ -55,7 +58,7 @@ def _check_node(path: str, node: DictConfig) -> None:
         target = get_object(name)
     except Exception as error:
         raise ConfigError(
-            f"{path}._target_: {name!r} cannot be imported ({error}). Give the full dotted name of a"
+            f"{path}._target_: {name!r} cannot be imported. Give the full dotted name of a"
             " class or function that Python finds from the folder where the command is typed."
         ) from error
     try:
@@ -79,8 +82,8 @@ def _check_node(path: str, node: DictConfig) -> None:
 
 def _unknown(path: str, key: str, name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
-    guess = f" Did you mean {path}.{near[0]}?" if near else ""
-    return f"{path}.{key}: {name} has no argument {key!r}.{guess} It takes: {', '.join(known)}."
+    help_ = f"Did you mean {path}.{near[0]}?" if near else f"It takes: {', '.join(known)}."
+    return f"{path}.{key}: {name} has no argument {key!r}. {help_}"
 
 
 def _check_value(path: str, value: Any, hint: Any, name: str) -> None:

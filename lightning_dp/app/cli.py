@@ -1,8 +1,7 @@
 """The command ``lean-ddp``: a table of names, each loaded when it is called.
 
-``lean-ddp train ...`` becomes ``python -m lightning_dp.app.train ...``, in the same process id. So the
-ranks that Lightning starts by running the command line again, Hydra's own options, and torchrun's
-``-m lightning_dp.app.train`` all take one and the same path.
+``lean-ddp train ...`` does what ``python -m lightning_dp.app.train ...`` does, for the ranks that a
+launcher starts too: see [Note: one path for all launches].
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; those of this process by default.
 
     Returns:
-        An exit code. Commands that are modules replace this process and do not return.
+        An exit code. A command that is a module may also end the process by itself.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -74,18 +74,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     module, _, function = COMMANDS[name].target.partition(":")
     if not function:
-        become_module(module, rest)
+        run_as_module(module, rest)
+        return 0
     command: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
     return command(rest)
 
 
-def become_module(module: str, arguments: Sequence[str]) -> None:
-    """Replace this process by ``python -m module arguments``, keeping the interpreter's options."""
+def run_as_module(module: str, arguments: Sequence[str]) -> None:
+    """Do what ``python -m module arguments`` does, in this process.
+
+    [Note: one path for all launches] A launcher starts the other ranks by repeating the command line.
+    It reads it from ``__main__``'s spec and ``sys.argv``, or from ``sys.orig_argv`` where it wants the
+    interpreter's options too. Both are made to say ``-m module``, so that a rank is started alike
+    whether the user typed ``lean-ddp``, ``python -m`` or torchrun. A new process in place of this one
+    would do as well, but would import torch and Lightning a second time.
+    """
     program = len(sys.orig_argv) - len(sys.argv)
     options = [option for option in sys.orig_argv[1:program] if option != "-m"]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *options, "-m", module, *arguments])
+    sys.orig_argv[:] = [sys.executable, *options, "-m", module, *arguments]
+    sys.argv[1:] = arguments
+    sys.path[0] = os.getcwd()  # as -m does: modules of the current folder can be named in a config
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Model and data are those of the run that wrote the checkpoint, read from the con
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import hydra
 from hydra.utils import to_absolute_path
@@ -65,7 +66,7 @@ def with_run_config(cfg: DictConfig, checkpoint: Path) -> None:
             f"No {RUN_CONFIG} was found in the folders above {checkpoint}, so its"
             f" {' and '.join(wanted)} are not known. Give them: model=... data=..., or experiment=..."
         )
-    run = OmegaConf.load(file)
+    run = cast(DictConfig, OmegaConf.load(file))
     with open_dict(cfg):
         for key in wanted:
             cfg[key] = OmegaConf.merge(run[key], cfg.get(key) or {})

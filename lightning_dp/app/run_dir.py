@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from hydra.experimental.callback import Callback
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 # Names a run whatever started it: the same value on all ranks and in every restart.
 RUN_ID_VARIABLE = "LEAN_DDP_RUN_ID"
@@ -89,7 +89,7 @@ def external_rank(environment: Mapping[str, str]) -> int:
 
 def _agreed(folder: str, rank: int) -> str:
     """Take rank 0's folder on every rank, over the store that torchrun's agent keeps."""
-    store = dist.TCPStore(
+    store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,

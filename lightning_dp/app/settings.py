@@ -27,6 +27,7 @@ _NOISE = (
     ".*does not have many workers.*",
     ".*isinstance.treespec, LeafSpec.*",
     ".*exists and is not empty.*",
+    ".*callbacks used to create the checkpoint need to be provided.*",
 )
 
 

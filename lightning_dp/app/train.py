@@ -58,8 +58,8 @@ def train(cfg: DictConfig) -> float | None:
 
 def _test(cfg: DictConfig, parts: Parts) -> Mapping[str, Any]:
     """Score the best checkpoint, or the weights as they are where nothing was saved."""
-    checkpoint = parts.trainer.checkpoint_callback
-    saved = bool(cfg.train and checkpoint is not None and checkpoint.best_model_path)
+    best = getattr(parts.trainer.checkpoint_callback, "best_model_path", "")
+    saved = bool(cfg.train and best)
     ckpt_path = "best" if saved else None if cfg.train else cfg.ckpt_path
     results = parts.trainer.test(parts.model, parts.data, ckpt_path=ckpt_path, verbose=False)
     return {name: value for result in results for name, value in result.items()}
