@@ -105,12 +105,16 @@ class RankFailedError(LeanDDPError):
     Attributes:
         rank: The rank that failed first.
         remote_traceback: Its formatted traceback.
+        exit_code: The code with which its process ended, or asks to end.
     """
 
-    def __init__(self, message: str, rank: int = -1, remote_traceback: str = "") -> None:
+    def __init__(
+        self, message: str, rank: int = -1, remote_traceback: str = "", exit_code: int = 1
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.remote_traceback = remote_traceback
+        self.exit_code = exit_code
 
 
 class CollectiveError(LeanDDPError):

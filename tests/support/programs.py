@@ -49,7 +49,8 @@ class Program:
         clean = {
             k: v
             for k, v in os.environ.items()
-            if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+            if k
+            not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
             and not k.startswith(("SLURM_", "TORCHELASTIC_", "LEAN_DDP_"))
         }
         paths = [str(ROOT), *([clean["PYTHONPATH"]] if clean.get("PYTHONPATH") else [])]

@@ -1,0 +1,34 @@
+"""Wait for a collective so that the wait can be interrupted."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+_SLICE = timedelta(milliseconds=200)
+_TIMED_OUT = "operation timed out"
+
+
+def wait_patiently(work: Any) -> None:
+    """Wait for ``work`` on the host, in slices between which Python runs its signal handlers.
+
+    For groups whose ``wait`` blocks the host (gloo): a plain ``wait`` there cannot be ended by anything but
+    the collective itself, so a rank that must stop because another one failed would sit there until the
+    group's timeout. Work that is done already costs the same as a plain ``wait``.
+
+    Args:
+        work: What an asynchronous collective returned.
+
+    Raises:
+        RuntimeError: The collective itself failed.
+
+    Collective: completes one that was issued on every rank. Blocks.
+    """
+    while True:
+        try:
+            work.wait(_SLICE)
+        except RuntimeError as error:
+            if _TIMED_OUT not in str(error).lower() or work.is_completed():
+                raise
+        else:
+            return

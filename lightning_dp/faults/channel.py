@@ -1,0 +1,116 @@
+"""The failure channel: a few keys in a store that every rank can reach, and nothing that blocks.
+
+A store is asked only for keys that are known to exist, because ``get`` waits for a missing one. Every call
+is a round trip of well under a millisecond to the process that hosts the store.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_dp.errors import CollectiveError
+from lightning_dp.faults.record import FailureRecord
+
+_FIRST = "first"
+
+
+class FailureChannel:
+    """What the ranks tell each other when something goes wrong.
+
+    Args:
+        store: Reached by all ranks, with a prefix of its own. Not used by another thread at the same time
+            for anything that blocks.
+        rank: This rank.
+        world_size: How many ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+
+    # Failures
+
+    def publish(self, record: FailureRecord) -> FailureRecord:
+        """Report a failure; return the record that was first, which may be another rank's.
+
+        Collective: none. Any rank at any time; atomic in the store.
+        """
+        text = record.to_json()
+        winner = FailureRecord.from_json(self._store.compare_set(_FIRST, "", text))
+        self._store.set(f"error/{record.rank}", text)
+        return winner
+
+    def first(self) -> FailureRecord | None:
+        """The first failure of any rank, or None. Collective: none."""
+        text = self.read(_FIRST)
+        return FailureRecord.from_json(text) if text else None
+
+    def acknowledge(self) -> None:
+        """Say that this rank has read the first failure. Collective: none."""
+        self._store.set(f"seen/{self.rank}", "1")
+
+    def all_acknowledged(self) -> bool:
+        """Whether every other rank has read the first failure. Collective: none."""
+        others = [f"seen/{rank}" for rank in range(self.world_size) if rank != self.rank]
+        return not others or bool(self._store.check(others))
+
+    # Plain values
+
+    def read(self, key: str) -> str | None:
+        """The value of ``key``, or None where nobody has set it. Collective: none."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def write(self, key: str, value: str) -> None:
+        """Set ``key``. Collective: none."""
+        self._store.set(key, value)
+
+    def write_once(self, key: str, value: str) -> str:
+        """Set ``key`` if nobody has; return what it holds. Collective: none."""
+        return self._store.compare_set(key, "", value).decode()
+
+    def read_ranks(self, prefix: str, ranks: Iterable[int] | None = None) -> dict[int, Any]:
+        """JSON values of ``prefix/<rank>`` for the ranks that have set one. Collective: none."""
+        found: dict[int, Any] = {}
+        for rank in range(self.world_size) if ranks is None else ranks:
+            text = self.read(f"{prefix}/{rank}")
+            if text is not None:
+                found[rank] = json.loads(text)
+        return found
+
+    def agree_any(
+        self, name: str, value: bool, *, timeout_s: float, pause: Callable[[], None] | None = None
+    ) -> bool:
+        """Whether any rank passes True. ``name`` must be new for each agreement and the same on all ranks.
+
+        Args:
+            name: Names this agreement.
+            value: This rank's vote.
+            timeout_s: Seconds to wait for the other ranks.
+            pause: Called while waiting, to raise when another rank has failed.
+
+        Raises:
+            CollectiveError: Not all ranks voted in time.
+
+        Collective: every rank, once per name. Blocks until all have voted; the wait can be interrupted.
+        """
+        self._store.add(f"{name}/any", int(value))
+        self._store.add(f"{name}/count", 1)
+        deadline = time.monotonic() + timeout_s
+        delay = 0.0005
+        while (count := self._store.add(f"{name}/count", 0)) < self.world_size:
+            if time.monotonic() > deadline:
+                raise CollectiveError(
+                    f"[lean_ddp rank {self.rank}/{self.world_size}] only {count} of {self.world_size} ranks "
+                    f"came to '{name}' within {timeout_s:.0f} s."
+                )
+            if pause is not None:
+                pause()
+            time.sleep(delay)
+            delay = min(delay * 2, 0.05)
+        return self._store.add(f"{name}/any", 0) > 0

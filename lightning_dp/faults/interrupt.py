@@ -1,0 +1,81 @@
+"""Raise an exception in the thread that trains, from another thread.
+
+[Note: which signal] SIGURG is ignored by default, so that one that comes too late ends no process; nobody
+else uses it for control; and unlike an exception set from outside it ends a ``time.sleep``.
+Source: the Go runtime preempts its threads with SIGURG for the same reasons (proposal 24543).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+
+class Interrupter:
+    """Delivers one exception into the thread that called :meth:`armed`.
+
+    In the main thread a signal is used. A trainer that runs in another thread is interrupted between two
+    bytecodes, which cannot end a blocking call.
+    """
+
+    def __init__(self) -> None:
+        self._thread_id = 0
+        self._in_main = False
+        self._armed = False
+        self._pending: Callable[[], BaseException] | None = None
+
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        """Accept interrupts of the calling thread inside the ``with`` block."""
+        self._thread_id = threading.get_ident()
+        self._in_main = threading.current_thread() is threading.main_thread()
+        previous: Any = None
+        if self._in_main and hasattr(signal, "SIGURG"):
+            previous = signal.getsignal(signal.SIGURG)
+            signal.signal(signal.SIGURG, self._handle)
+        self._armed = True
+        try:
+            yield
+        finally:
+            self.disarm()
+            if self._in_main and hasattr(signal, "SIGURG"):
+                signal.signal(signal.SIGURG, previous if previous is not None else signal.SIG_DFL)
+
+    def disarm(self) -> None:
+        """Accept no further interrupt: the thread is on its way out already."""
+        self._armed = False
+
+    def fire(self, make_error: Callable[[], BaseException]) -> None:
+        """Raise ``make_error()`` in the armed thread as soon as it runs Python code; may be repeated."""
+        if not self._armed:
+            return
+        self._pending = make_error
+        if self._in_main and hasattr(signal, "SIGURG"):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pthread_kill(self._thread_id, signal.SIGURG)
+            return
+        error = make_error()
+        kind = type("_Delivered", (type(error),), {"__init__": _init_from(error)})
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(self._thread_id), ctypes.py_object(kind)
+        )
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        make_error, self._pending = self._pending, None
+        if self._armed and make_error is not None:
+            raise make_error()
+
+
+def _init_from(error: BaseException) -> Callable[[BaseException], None]:
+    """An ``__init__`` without arguments that copies ``error``: the interpreter calls the class itself."""
+
+    def init(self: BaseException) -> None:
+        self.args = error.args
+        self.__dict__.update(error.__dict__)
+
+    return init

@@ -1,0 +1,122 @@
+"""What is known about the failure of a rank, in a form that fits into a store."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import socket
+import time
+import traceback
+
+import torch.distributed as dist
+
+from lightning_dp.errors import CollectiveError, RankFailedError
+
+MAX_TRACEBACK_CHARS = 20_000
+# What the ranks that did nothing wrong see when another one has gone.
+_CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset)|broken pipe|closed by peer|gloo|"
+    r"application timeout|timed out waiting|operation timed out|socket timeout|"
+    r"nccl|remote process exited|default process group has not been initialized",
+    re.IGNORECASE,
+)
+_CONSEQUENCE_TYPES = (CollectiveError, RankFailedError, dist.DistError)
+
+
+@dataclasses.dataclass(frozen=True)
+class FailureRecord:
+    """The failure of one rank.
+
+    Attributes:
+        rank: Who failed; -1 when the failure belongs to no single rank.
+        error_type: The name of the exception's class, or what was seen ("exit code 3", "SIGKILL").
+        message: The exception's text.
+        traceback: The formatted traceback, its end kept when it is very long; may be empty.
+        exit_code: The exit code that the failing process asks for.
+        host: Name of the machine.
+        pid: Its process.
+        time_s: Seconds since the epoch.
+        where: What the rank was doing ("fit, step 12"); may be empty.
+    """
+
+    rank: int
+    error_type: str
+    message: str
+    traceback: str = ""
+    exit_code: int = 1
+    host: str = dataclasses.field(default_factory=socket.gethostname)
+    pid: int = dataclasses.field(default_factory=os.getpid)
+    time_s: float = dataclasses.field(default_factory=time.time)
+    where: str = ""
+
+    @classmethod
+    def from_exception(cls, rank: int, exc: BaseException, where: str = "") -> FailureRecord:
+        """Describe ``exc``, raised on ``rank``."""
+        text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+        return cls(
+            rank=rank,
+            error_type=type(exc).__name__,
+            message=str(exc),
+            traceback=text[-MAX_TRACEBACK_CHARS:],
+            exit_code=exit_code_of(exc),
+            where=where,
+        )
+
+    def to_json(self) -> str:
+        """Encode for a store."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> FailureRecord:
+        """Decode what :meth:`to_json` wrote."""
+        return cls(**json.loads(text))
+
+    def headline(self) -> str:
+        """One sentence: who, where, what."""
+        who = f"rank {self.rank} ({self.host}, process {self.pid})" if self.rank >= 0 else self.host
+        where = f" in {self.where}" if self.where else ""
+        what = f"{self.error_type}: {self.message}" if self.message else self.error_type
+        return f"{who} failed first{where}: {what}"
+
+    def to_error(self, rank: int, world_size: int) -> RankFailedError:
+        """The error to raise on ``rank``, which did nothing wrong."""
+        told = f"[lean_ddp rank {rank}/{world_size}] {self.headline()}"
+        if self.traceback:
+            told += f"\n--- traceback of rank {self.rank} ---\n{self.traceback.rstrip()}\n---"
+        return RankFailedError(
+            told, rank=self.rank, remote_traceback=self.traceback, exit_code=self.exit_code
+        )
+
+
+def exit_code_of(exc: BaseException) -> int:
+    """The code with which a process ends when ``exc`` is not caught; 1 where Python would say 0."""
+    if isinstance(exc, SystemExit) and isinstance(exc.code, int) and exc.code > 0:
+        return exc.code
+    return 1
+
+
+def is_consequence(exc: BaseException) -> bool:
+    """Whether ``exc`` is what a rank sees when another one has gone, rather than a cause.
+
+    The chain of causes is searched too: an error raised while a lost connection was handled follows from it.
+    """
+    seen: set[int] = set()
+    current: BaseException | None = exc
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, _CONSEQUENCE_TYPES):
+            return True
+        if isinstance(current, RuntimeError) and _CONSEQUENCE.search(str(current)):
+            return True
+        current = current.__cause__ or current.__context__
+    return False
+
+
+def add_note(exc: BaseException, note: str) -> None:
+    """Attach ``note`` to ``exc``; Python 3.11 prints notes below the traceback, 3.10 keeps them."""
+    if hasattr(exc, "add_note"):
+        exc.add_note(note)
+    else:
+        exc.__notes__ = [*getattr(exc, "__notes__", ()), note]

@@ -1,0 +1,226 @@
+"""The ranks find each other: a store of our own, a roll call with names, a short timeout.
+
+[Note: why not env://] torch's own start-up waits as long as a collective may take (30 minutes) and does not
+say who is missing. Under ``torchrun --max-restarts`` it also reads the addresses that the previous attempt
+left in the agent's store (pytorch issues 135712 and 167288).
+
+[Note: roll call] Keys in a store may be left over from processes that are gone, so each rank brings a number
+drawn for this occasion. Rank 0 answers each by repeating it; a rank that reads its own number in the answer
+knows that the answer is fresh, and says so under the name of the new meeting. Only then does it begin, under
+a prefix that nobody has used before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_dp.errors import LaunchError
+from lightning_dp.faults.liveness import ProcessIdentity
+
+_HELLO, _SEAT, _FAIL = "hello", "seat", "fail"
+_POLL_S = (0.01, 0.25)  # first and longest pause between two looks
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """All ranks, met.
+
+    Attributes:
+        store: Reached by all ranks; its prefix is new.
+        rank: This rank.
+        world_size: How many ranks.
+        members: What each rank brought, by rank.
+        processes: The process of each rank, by rank.
+    """
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    members: tuple[dict[str, Any], ...]
+    processes: tuple[ProcessIdentity, ...]
+
+
+def open_store(
+    host: str, port: int, *, hosts: bool, timeout_s: float, rank: int, listen_fd: int | None = None
+) -> dist.TCPStore:
+    """Open the store that the ranks meet at.
+
+    Args:
+        host: Address of the process that hosts it.
+        port: Its port.
+        hosts: Whether this process hosts it.
+        timeout_s: Seconds to wait for the host.
+        rank: This rank, for messages.
+        listen_fd: A socket that listens on ``port`` already; the store takes it over.
+
+    Raises:
+        LaunchError: The port is taken, or nobody hosts the store in time.
+    """
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=hosts,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            multi_tenant=True,
+            master_listen_fd=listen_fd,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        if hosts:
+            raise LaunchError(
+                f"[lean_ddp rank {rank}] cannot open port {port} on {host}: {error}. Another job on this machine "
+                "may be using it. Fix: choose another one with MASTER_PORT=<port> on all ranks."
+            ) from error
+        raise LaunchError(
+            f"[lean_ddp rank {rank}] rank 0 did not open {host}:{port} within {timeout_s:.0f} s: rank 0 is "
+            f"missing. Fix: start all ranks, with the same MASTER_ADDR and MASTER_PORT, or raise "
+            f"rendezvous_timeout_s. ({error})"
+        ) from error
+
+
+def meet(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    info: dict[str, Any],
+    *,
+    timeout_s: float,
+    check: Callable[[], None] | None = None,
+) -> Meeting:
+    """Wait until all ranks are here; return who they are.
+
+    Args:
+        store: Reached by all ranks; may hold keys of earlier meetings.
+        rank: This rank.
+        world_size: How many ranks are expected.
+        info: What to tell the others; must be JSON.
+        timeout_s: Seconds to wait for the others.
+        check: Called while waiting, to raise when a rank is known to have died.
+
+    Raises:
+        LaunchError: Some ranks did not come; the message names them.
+
+    Collective: every rank, once per meeting. Blocks.
+    """
+    identity = ProcessIdentity.of_this_process()
+    nonce = secrets.token_hex(8)
+    mine = {"nonce": nonce, "process": dataclasses.asdict(identity), "info": info}
+    store.set(f"{_HELLO}/{rank}", json.dumps(mine))
+    wait = _Waiter(timeout_s, check)
+    if rank == 0:
+        name, roll = _hold_roll_call(store, world_size, wait, timeout_s)
+    else:
+        name, roll = _answer_roll_call(store, rank, world_size, nonce, wait, timeout_s)
+    return Meeting(
+        store=dist.PrefixStore(f"meeting/{name}", store),
+        rank=rank,
+        world_size=world_size,
+        members=tuple(entry["info"] for entry in roll),
+        processes=tuple(ProcessIdentity(**entry["process"]) for entry in roll),
+    )
+
+
+class _Waiter:
+    """Pauses that grow, until a deadline."""
+
+    def __init__(self, timeout_s: float, check: Callable[[], None] | None) -> None:
+        self._deadline = time.monotonic() + timeout_s
+        self._check = check
+        self._pause_s = _POLL_S[0]
+
+    def is_over(self, extra_s: float = 0.0) -> bool:
+        return time.monotonic() > self._deadline + extra_s
+
+    def pause(self) -> None:
+        if self._check is not None:
+            self._check()
+        time.sleep(self._pause_s)
+        self._pause_s = min(self._pause_s * 1.5, _POLL_S[1])
+
+
+def _hold_roll_call(
+    store: dist.Store, world_size: int, wait: _Waiter, timeout_s: float
+) -> tuple[str, list[dict[str, Any]]]:
+    """Rank 0: answer everyone until everyone has confirmed the answer."""
+    name = secrets.token_hex(8)
+    roll: dict[int, dict[str, Any]] = {0: json.loads(store.get(f"{_HELLO}/0"))}
+    present = {0}
+    while len(present) < world_size:
+        for rank in range(1, world_size):
+            if rank in present or not store.check([f"{_HELLO}/{rank}"]):
+                continue
+            entry = json.loads(store.get(f"{_HELLO}/{rank}"))
+            if roll.get(rank, {}).get("nonce") != entry["nonce"]:
+                roll[rank] = entry
+                store.set(f"{_SEAT}/{rank}", f"{name} {entry['nonce']}")
+            if store.check([f"{name}/here/{rank}"]):
+                present.add(rank)
+        if len(present) == world_size:
+            break
+        if wait.is_over():
+            missing = sorted(set(range(world_size)) - present)
+            message = _missing(0, world_size, present, missing, roll, timeout_s)
+            store.set(f"{name}/{_FAIL}", message)
+            raise LaunchError(message)
+        wait.pause()
+    ordered = [roll[rank] for rank in range(world_size)]
+    store.set(f"{name}/go", json.dumps(ordered))
+    return name, ordered
+
+
+def _answer_roll_call(
+    store: dist.Store, rank: int, world_size: int, nonce: str, wait: _Waiter, timeout_s: float
+) -> tuple[str, list[dict[str, Any]]]:
+    """Other ranks: wait for an answer to one's own number, confirm it, wait for the start."""
+    name = ""
+    while True:
+        if not name and store.check([f"{_SEAT}/{rank}"]):
+            seat, answered = store.get(f"{_SEAT}/{rank}").decode().split()
+            if answered == nonce:
+                name = (
+                    seat  # for good: rank 0 may be at the next meeting before this rank reads "go"
+                )
+                store.set(f"{name}/here/{rank}", "1")
+        if name and store.check([f"{name}/go"]):
+            return name, json.loads(store.get(f"{name}/go"))
+        if name and store.check([f"{name}/{_FAIL}"]):
+            message = store.get(f"{name}/{_FAIL}").decode()
+            raise LaunchError(message.replace("rank 0/", f"rank {rank}/", 1))
+        if wait.is_over(extra_s=5.0 if name else 0.0):  # rank 0's list is better than none
+            raise LaunchError(
+                f"[lean_ddp rank {rank}/{world_size}] rank 0 did not answer within {timeout_s:.0f} s: rank 0 "
+                "is missing. Fix: start all ranks, or raise rendezvous_timeout_s."
+            )
+        wait.pause()
+
+
+def _missing(
+    rank: int,
+    world_size: int,
+    present: Iterable[int],
+    missing: Iterable[int],
+    roll: dict[int, dict[str, Any]],
+    timeout_s: float,
+) -> str:
+    came = ", ".join(f"{r} ({roll[r]['info'].get('host', '?')})" for r in sorted(present))
+    return (
+        f"[lean_ddp rank {rank}/{world_size}] {world_size} ranks were expected within {timeout_s:.0f} s. "
+        f"Joined: {came}. Missing: {', '.join(map(str, missing))}. Fix: start the missing ranks (look at their "
+        "output first), set devices x num_nodes to the number that you start, or raise rendezvous_timeout_s."
+    )
+
+
+def describe_this_rank() -> dict[str, Any]:
+    """What every rank brings to a meeting: enough to recognise it in a message."""
+    return {"host": socket.gethostname(), "pid": os.getpid()}
