@@ -61,12 +61,13 @@ def _check_node(path: str, node: DictConfig) -> None:
             f"{path}._target_: {name!r} cannot be imported. Give the full dotted name of a"
             " class or function that Python finds from the folder where the command is typed."
         ) from error
+    call = target.__init__ if inspect.isclass(target) else target
     try:
-        parameters = inspect.signature(target).parameters
+        parameters = inspect.signature(call).parameters
     except (TypeError, ValueError):
         return  # built in C: it checks by itself
     try:
-        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        hints = typing.get_type_hints(call)
     except Exception:
         hints = {}  # annotations of names that exist for type checkers only
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -75,7 +76,7 @@ def _check_node(path: str, node: DictConfig) -> None:
             continue
         if key not in parameters:
             if not takes_any:
-                raise ConfigError(_unknown(path, key, name, list(parameters)))
+                raise ConfigError(_unknown(path, key, name, [p for p in parameters if p != "self"]))
         elif not OmegaConf.is_missing(node, key):
             _check_value(f"{path}.{key}", node[key], hints.get(key), name)
 

@@ -12,10 +12,11 @@ import sysconfig
 import zlib
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -141,7 +142,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, time, width))
-        return x + self.mlp(self.norm_2(x))
+        y: Tensor = x + self.mlp(self.norm_2(x))
+        return y
 
 
 class BytesModule(L.LightningModule):
@@ -211,7 +213,7 @@ class BytesModule(L.LightningModule):
         """Bits per byte on files that nothing was chosen by."""
         self.log("test/bits_per_byte", self.bits_per_byte(batch), sync_dist=True)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW; the learning rate rises linearly, then falls along a cosine to a tenth."""
         matrices = [p for p in self.parameters() if p.dim() == 2]
         others = [p for p in self.parameters() if p.dim() != 2]

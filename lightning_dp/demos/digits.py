@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import matplotlib.pyplot as plt
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
@@ -173,9 +174,10 @@ class DigitsModule(L.LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The most likely digit of each scan, shape ``(n,)``."""
-        return self(batch[0]).argmax(dim=1)
+        scores: Tensor = self(batch[0])
+        return scores.argmax(dim=1)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a one-cycle schedule over all steps of the run."""
         optimizer = torch.optim.AdamW(self.parameters(), self.lr, weight_decay=self.weight_decay)
         schedule = torch.optim.lr_scheduler.OneCycleLR(

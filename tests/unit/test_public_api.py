@@ -1,0 +1,47 @@
+"""What users import. A name that comes or goes changes this file and the changelog."""
+
+import importlib
+import inspect
+
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_dp
+from lightning_dp import errors
+
+NAMES = {"LeanDDPStrategy", "__version__"}
+
+
+def test_public_names_are_these():
+    assert set(lightning_dp.__all__) == NAMES
+    assert all(hasattr(lightning_dp, name) for name in NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
+def test_public_names_are_documented(name):
+    assert inspect.getdoc(getattr(lightning_dp, name))
+
+
+def test_every_error_is_of_our_tree_and_documented():
+    ours = [
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and value.__module__ == errors.__name__
+    ]
+    assert len(ours) > 5
+    for error in ours:
+        assert issubclass(error, errors.LeanDDPError)
+        assert error.__doc__
+        assert error.__name__ in errors.__doc__ or error is errors.LeanDDPError
+
+
+def test_names_for_the_trainer_are_registered_once_however_often_imported():
+    expected = {
+        f"lean_ddp{start}{unused}"
+        for start in ("", "_spawn", "_fork", "_notebook")
+        for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
+    }
+    importlib.reload(lightning_dp)
+    registered = StrategyRegistry.available_strategies()
+    assert {name for name in registered if name.startswith("lean_ddp")} == expected
+    assert len(registered) == len(set(registered))
