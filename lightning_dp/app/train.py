@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import hydra
+import lightning as L
 from omegaconf import DictConfig
 
 from lightning_dp.app.report import draw_curves, keep_earlier_metrics, print_table
@@ -47,7 +48,7 @@ def train(cfg: DictConfig) -> float | None:
             {
                 "ranks": trainer.world_size,
                 "steps": steps,
-                "effective batch": _effective_batch(cfg, trainer.world_size),
+                "effective batch": _effective_batch(cfg, trainer),
                 **tested,
                 "training time": f"{seconds:.1f} s",
                 "folder": parts.output_dir,
@@ -65,12 +66,12 @@ def _test(cfg: DictConfig, parts: Parts) -> Mapping[str, Any]:
     return {name: value for result in results for name, value in result.items()}
 
 
-def _effective_batch(cfg: DictConfig, world_size: int) -> int | str:
+def _effective_batch(cfg: DictConfig, trainer: L.Trainer) -> int | str:
     """Samples behind one optimizer step, over all ranks."""
     batch_size = cfg.data.get("batch_size")
     if not isinstance(batch_size, int):
         return "not known (data.batch_size is not set)"
-    return batch_size * world_size * int(cfg.trainer.get("accumulate_grad_batches", 1))
+    return batch_size * trainer.world_size * trainer.accumulate_grad_batches
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_dp.conf", config_name="train")

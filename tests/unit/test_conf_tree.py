@@ -32,14 +32,14 @@ def options(group: str) -> list[str]:
 
 
 @pytest.fixture
-def hydra_tree(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(
-        os, "environ", os.environ.copy()
-    )  # some libraries write to it when imported
+def hydra_tree() -> Iterator[None]:
+    before = dict(os.environ)  # some libraries write to it when imported
     with initialize_config_module("lightning_dp.conf", version_base="1.3"):
         yield
     HydraConfig.instance().cfg = None
     GlobalHydra.instance().clear()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def composed(folder: Path, *overrides: str, name: str = "train") -> DictConfig:
