@@ -82,6 +82,8 @@ class EngineOptions:
     check_gradients: str = "off"
     accum_sync: str = "window"
     manual_sync: str = "each_backward"
+    tail: str = "step"
+    mid_window: str = "save"
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -94,6 +96,8 @@ class EngineOptions:
         one_of("on_mismatch", self.on_mismatch, ("raise", "rebroadcast"))
         one_of("check_gradients", self.check_gradients, ("off", "warn", "raise"))
         one_of("accum_sync", self.accum_sync, ("window", "every"))
+        one_of("tail", self.tail, ("step", "carry", "drop"))
+        one_of("mid_window", self.mid_window, ("save", "boundary"))
         one_of("manual_sync", self.manual_sync, ("each_backward", "on_step"))
 
     def layout(self, device: torch.device) -> LayoutOptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dp import trainer_seams
+from lightning_dp.accumulation import WindowKeeper
 from lightning_dp.engine import replicas
 from lightning_dp.engine.autograd_seams import split_compiled_graphs
 from lightning_dp.engine.buffers import BufferKeeper
@@ -53,6 +54,7 @@ class ReplicaEngine:
         self.hook = (hook, state, wrapper)
         self.timeout = timeout
         self.window = AccumulationWindow()
+        self.windows = WindowKeeper(self.window, options.tail, options.mid_window)
         self.group: ReplicaGroup | None = None
         self.reducer: Reducer | None = None
         self.keeper: BufferKeeper | None = None
@@ -75,6 +77,11 @@ class ReplicaEngine:
         Collective: every rank. Blocks.
         """
         self._module = module
+        self.window.reset()
+        self.window.position = 0
+        trainer = trainer_seams.attached_trainer(module)
+        if trainer is not None:
+            self.windows.attach(trainer)  # before optimizers: a schedule may ask how many steps
         if self.group is None:
             self.group = ReplicaGroup.create(device, self.timeout)
         replicas.synchronize(module, self.group)
@@ -86,7 +93,6 @@ class ReplicaEngine:
         self.optimizers = optimizers
         self.trainer = trainer
         options = self.options
-        self.window = AccumulationWindow()
         self.keeper = BufferKeeper(self._module, self.group, options.buffers, options.buffer_reduce)
         hook, state, wrapper = self.hook
         self.reducer = Reducer(
@@ -107,6 +113,7 @@ class ReplicaEngine:
 
     def close(self) -> None:
         """Remove hooks and end the group; gradients and weights stay."""
+        self.windows.detach()
         if self.reducer is not None:
             self.reducer.close()
         group = self.group
@@ -130,10 +137,12 @@ class ReplicaEngine:
     def forward(self) -> Generator[None]:
         """Around a training step: equal buffers first, and compiled graphs that can overlap."""
         reducer = self.reducer
+        if reducer is not None and self._automatic:
+            self.windows.note_forward()
         if reducer is None or reducer.group.world_size == 1:
             yield
             return
-        if self.window.micro_batches == 0 and self.keeper is not None:
+        if self.window.position == 0 and self.keeper is not None:
             self.keeper.before_step()
         reducer.release_storage()
         with split_compiled_graphs(reducer.layout.options.cap_bytes):
@@ -176,6 +185,8 @@ class ReplicaEngine:
         if self._automatic and self.trainer is not None:
             divisor = self.trainer.accumulate_grad_batches
             self.window.add(self._weight, loss.detach() * divisor, divisor)
+        else:
+            self.windows.note_manual_backward()
         try:
             yield loss if self._weight == 1.0 else loss * self._weight
         except BaseException as error:
@@ -184,7 +195,7 @@ class ReplicaEngine:
 
     def arm(self, loss: Tensor) -> None:
         """Before a backward: let it reduce, if its window ends."""
-        if self.reducer is not None and not self._reduces_on_step:
+        if self.reducer is not None:
             self.reducer.arm(loss)
 
     def finish_backward(self) -> None:
@@ -222,18 +233,26 @@ class ReplicaEngine:
                 output = closure()
                 self.finish_backward()
                 return output
-            with self.window.closed():
-                output = closure()
+            output = closure()
             reducer.reduce_now(self._index(optimizer))
             return output
 
         return closed
 
-    def after_step(self) -> None:
+    def scale(self) -> float | None:
+        """The gradient scaler's scale; ``None`` without one. A step that lowers it was skipped."""
+        plugin = self.trainer.strategy.precision_plugin if self.trainer is not None else None
+        scaler = getattr(plugin, "scaler", None)
+        return float(scaler.get_scale()) if scaler is not None else None
+
+    def after_step(self, scale_before: float | None) -> None:
         """Count the step; now and then compare replicas. Collective: every rank, at the same steps."""
         reducer = self.reducer
         if reducer is None:
             return
+        scale = self.scale()
+        skipped = scale is not None and scale_before is not None and scale < scale_before
+        self.windows.note_step(skipped=skipped)
         self.steps += 1
         if self._averaged:
             self.before_use()
@@ -247,6 +266,26 @@ class ReplicaEngine:
         if self.keeper is not None and not trainer_seams.is_unwinding(self.trainer):
             self.keeper.before_use()
 
+    # Checkpoints
+
+    def begin_training(self) -> None:
+        """Restore a window that was saved half done; look at windows that will not fit. Local."""
+        if self.reducer is not None:
+            self.windows.restore(self.reducer)
+            self.windows.say_misfits()
+
+    def add_to(self, checkpoint: dict[str, Any]) -> None:
+        """Add the window so far. Collective: every rank, unless one is failing."""
+        if self.reducer is None or trainer_seams.is_unwinding(self.trainer):
+            return
+        window = self.windows.state(self.reducer)
+        if window is not None and "optimizer_states" in checkpoint:
+            checkpoint.setdefault("lean_ddp", {})["window"] = window
+
+    def remember(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep what a loaded checkpoint says of its window."""
+        self.windows.remember(checkpoint.get("lean_ddp", {}).get("window"))
+
     # Parameters that come later
 
     def before_batch(self, batch_idx: int) -> None:
@@ -256,6 +295,8 @@ class ReplicaEngine:
         """
         if self.reducer is None:
             return
+        self.window.reduces = not self._reduces_on_step
+        self.windows.begin_batch(batch_idx, automatic=self._automatic)
         groups = self._count_groups()
         if batch_idx == 0 or groups != self._groups_seen:
             self._groups_seen = groups

@@ -5,20 +5,22 @@ This file is longer than others because the constructor documents every option o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dp import trainer_seams
+from lightning_dp.accumulation import batch_plan
 from lightning_dp.engine.window import WindowTotals
 from lightning_dp.options import DDP_ONLY, EngineOptions, as_timedelta, refuse_unknown
 from lightning_dp.replica_engine import ReplicaEngine
@@ -59,6 +61,12 @@ class LeanDDPStrategy(DDPStrategy):
             micro-batch.
         manual_sync: In manual optimization, average after ``"each_backward"``, or only ``"on_step"``:
             less traffic, but ``.grad`` is this rank's own until the optimizer steps.
+        tail: What becomes of an incomplete accumulation window at an epoch's end: ``"step"`` with the
+            right scale, ``"carry"`` it over, or ``"drop"`` it.
+        mid_window: A checkpoint inside a window: ``"save"`` its partial gradients, or write at the next
+            ``"boundary"``.
+        batch: ``{"global": 512, "micro": 16, "accumulate": "auto"}``: samples per optimizer step over
+            all ranks and nodes, samples per rank and micro-batch; sets ``accumulate_grad_batches``.
         start_method: How ranks start when nobody else starts them: ``"popen"`` runs the script again;
             ``"fork"``, ``"spawn"`` and ``"forkserver"`` run the Trainer's call in new processes.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
@@ -103,6 +111,9 @@ class LeanDDPStrategy(DDPStrategy):
         check_gradients: Literal["off", "warn", "raise"] = "off",
         accum_sync: Literal["window", "every"] = "window",
         manual_sync: Literal["each_backward", "on_step"] = "each_backward",
+        tail: Literal["step", "carry", "drop"] = "step",
+        mid_window: Literal["save", "boundary"] = "save",
+        batch: Mapping[str, Any] | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT_S,
@@ -128,7 +139,10 @@ class LeanDDPStrategy(DDPStrategy):
             check_gradients=check_gradients,
             accum_sync=accum_sync,
             manual_sync=manual_sync,
+            tail=tail,
+            mid_window=mid_window,
         )
+        self._batch = batch
         self._ported = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
@@ -197,6 +211,18 @@ class LeanDDPStrategy(DDPStrategy):
         for name in given:
             rank_zero_info(f"lean_ddp: {name} does nothing here: {DDP_ONLY[name]}.")
 
+    def setup_environment(self) -> None:
+        """Start communicating; then work out the accumulation, before optimizers are configured.
+
+        Raises:
+            ConfigError: ``batch`` contradicts itself, the number of ranks or the Trainer.
+        """
+        super().setup_environment()
+        trainer = trainer_seams.attached_trainer(self.lightning_module)
+        if trainer is not None and self._batch is not None:
+            steps, _ = batch_plan(self._batch, self.world_size, trainer.accumulate_grad_batches)
+            trainer.accumulate_grad_batches = steps
+
     # A step
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -249,8 +275,9 @@ class LeanDDPStrategy(DDPStrategy):
         Collective: every rank.
         """
         closure = self._engine.closure(closure, optimizer)
+        scale = self._engine.scale()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._engine.after_step()
+        self._engine.after_step(scale)
         return output
 
     # Statistics are made equal before somebody reads them
@@ -270,15 +297,42 @@ class LeanDDPStrategy(DDPStrategy):
         self._engine.before_use()
         super().on_predict_start()
 
+    def on_train_start(self) -> None:
+        """Put back the window that a checkpoint was saved in. Local."""
+        super().on_train_start()
+        self._engine.begin_training()
+
     def on_train_end(self) -> None:
-        """Make buffers equal. Collective: every rank."""
+        """Make buffers equal, save what waited for it. Collective: every rank."""
         self._engine.before_use()
+        self._engine.windows.save_postponed()
         super().on_train_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's plain ``state_dict``. Collective: every rank, while fitting."""
         self._engine.before_use()
         return super().lightning_module_state_dict()
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Add what only the strategy knows, then save on rank 0. Collective: every rank."""
+        if self._engine.windows.postpone(
+            filepath, "optimizer_states" not in checkpoint, storage_options
+        ):
+            return
+        self._engine.add_to(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load, and keep what the strategy put in. Every rank calls it."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._engine.remember(checkpoint)
+        return checkpoint
 
     # The end
 

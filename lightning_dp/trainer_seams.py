@@ -6,6 +6,7 @@ A Lightning upgrade is a read of this file. Each function has a test, also for t
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,3 +46,138 @@ def averages_weights(trainer: pl.Trainer) -> bool:
 def attached_trainer(module: Any) -> pl.Trainer | None:
     """The module's trainer, or ``None`` where it has none (the public property raises)."""
     return getattr(module, "_trainer", None)
+
+
+# -- Accumulation
+
+
+def own_window(
+    trainer: pl.Trainer,
+    *,
+    is_full: Callable[[], bool],
+    is_fresh: Callable[[], bool],
+    steps_on_tail: bool,
+) -> Callable[[], None]:
+    """Let our counter decide when the Trainer steps and when it zeroes gradients.
+
+    Falls back to the Trainer's own rule, which counts from each epoch's first batch.
+
+    Returns:
+        Undoes it.
+    """
+    epoch_loop = getattr(trainer.fit_loop, "epoch_loop", None)
+    automatic = getattr(epoch_loop, "automatic_optimization", None)
+    names = ("_should_accumulate", "_num_ready_batches_reached")
+    if not all(hasattr(epoch_loop, name) for name in names) or not all(
+        hasattr(automatic, name)
+        for name in ("_make_zero_grad_fn", "_on_before_zero_grad", "_optimizer_zero_grad")
+    ):
+        return lambda: None
+    assert epoch_loop is not None
+    assert automatic is not None
+
+    def should_accumulate() -> bool:
+        if is_full():
+            return False
+        return not (steps_on_tail and epoch_loop._num_ready_batches_reached())
+
+    def make_zero_grad(batch_idx: int, optimizer: Any) -> Callable[[], None] | None:
+        if not is_fresh() or getattr(automatic, "_skip_backward", False):
+            return None
+
+        def zero_grad() -> None:
+            automatic._on_before_zero_grad(optimizer)
+            automatic._optimizer_zero_grad(batch_idx, optimizer)
+
+        return zero_grad
+
+    return _replace(
+        (epoch_loop, "_should_accumulate", should_accumulate),
+        (automatic, "_make_zero_grad_fn", make_zero_grad),
+    )
+
+
+def own_schedules(trainer: pl.Trainer, step_was_skipped: Callable[[], bool]) -> Callable[[], None]:
+    """Let a scheduler's ``frequency`` count optimizer steps, and hold it back after a skipped one.
+
+    The Trainer compares ``frequency`` with the micro-batch index. Falls back to that.
+
+    Returns:
+        Undoes it.
+    """
+    epoch_loop = getattr(trainer.fit_loop, "epoch_loop", None)
+    original = getattr(epoch_loop, "_update_learning_rates", None)
+    if original is None:
+        return lambda: None
+
+    def update(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "step":
+            original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
+            return
+        if step_was_skipped():
+            return
+        configs = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
+        frequencies = [config.frequency for config in configs]
+        try:
+            for config in configs:
+                due = trainer.global_step % config.frequency == 0
+                config.frequency = 1 if due else sys.maxsize
+            original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
+        finally:
+            for config, frequency in zip(configs, frequencies, strict=True):
+                config.frequency = frequency
+
+    return _replace((epoch_loop, "_update_learning_rates", update))
+
+
+def own_estimate(trainer: pl.Trainer, correct: Callable[[float], float]) -> Callable[[], None]:
+    """Correct ``trainer.estimated_stepping_batches``, for this trainer only.
+
+    A property lives on the class, so the class gets one that asks whose it is. Without a property of
+    that name nothing is replaced.
+
+    Returns:
+        Undoes it.
+    """
+    cls = type(trainer)
+    original = getattr(cls, "estimated_stepping_batches", None)
+    if not isinstance(original, property) or original.fget is None:
+        return lambda: None
+    read = original.fget
+    own = cls.__dict__.get("estimated_stepping_batches")
+
+    def estimated(self: pl.Trainer) -> float:
+        value: float = read(self)
+        return correct(value) if self is trainer else value
+
+    cls.estimated_stepping_batches = property(estimated)  # type: ignore[assignment,method-assign]
+
+    def undo() -> None:
+        if own is not None:
+            cls.estimated_stepping_batches = own
+        elif "estimated_stepping_batches" in cls.__dict__:
+            del cls.estimated_stepping_batches
+
+    return undo
+
+
+def accumulation_schedule(trainer: pl.Trainer) -> Callable[[int], int] | None:
+    """Micro-batches a window by epoch, where a ``GradientAccumulationScheduler`` changes them."""
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    for callback in getattr(trainer, "callbacks", ()):
+        if isinstance(callback, GradientAccumulationScheduler):
+            return callback.get_accumulate_grad_batches
+    return None
+
+
+def _replace(*changes: tuple[Any, str, Any]) -> Callable[[], None]:
+    """Set attributes on instances; return what takes them away again."""
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+
+    def undo() -> None:
+        for owner, name, _ in changes:
+            vars(owner).pop(name, None)
+
+    return undo

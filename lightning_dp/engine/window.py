@@ -79,7 +79,10 @@ class AccumulationWindow:
         weighted: Whether micro-batches weigh (automatic optimization). Without, a reduction is the
             plain mean over ranks.
         weight: Sum of weights so far.
-        micro_batches: How many there were.
+        micro_batches: How many there were, of all ranks' if the window was restored.
+        position: Which micro-batch of the window runs now, from 0; counted here, never inferred from a
+            loader.
+        stop: Whether this rank asks all ranks to stop after this step.
     """
 
     def __init__(self) -> None:
@@ -87,6 +90,7 @@ class AccumulationWindow:
         self.ends = True
         self.divisor = 1
         self.stop = False
+        self.position = 0
         self.reset()
 
     def reset(self) -> None:
@@ -104,6 +108,9 @@ class AccumulationWindow:
             loss: Its mean loss before weighting, shape ``()``; kept without synchronising the host.
             divisor: By what the trainer divides each loss.
         """
+        if self.weight and divisor != self.divisor:
+            # The window began under another divisor: count its weight in units of this one.
+            self.weight *= divisor / self.divisor
         self.weighted = True
         self.divisor = divisor
         self.weight += weight

@@ -6,6 +6,7 @@ that no test owns a port. The parent never initialises a process group: a child 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -112,10 +113,8 @@ def run_ranks(
             time.sleep(0.005)
         for pid in pids.values():
             for kill in (os.killpg, os.kill):
-                try:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    pass
         for rank, pid in pids.items():
             if rank not in exit_codes:
                 os.waitpid(pid, 0)

@@ -1,0 +1,458 @@
+"""Accumulation windows at Trainer level: scale, weights, traffic, tails, schedules, checkpoints."""
+
+from __future__ import annotations
+
+import random
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dp import LeanDDPStrategy
+from tests.support.ranks import RankError, run_ranks
+from tests.support.trainers import free_port, trainer
+
+pytestmark = pytest.mark.multi_process
+
+
+def ranks(fn, world_size, *args):
+    return run_ranks(fn, world_size, free_port(), *args, init_process_group=False)
+
+
+def lean(**options):
+    return LeanDDPStrategy(cluster_environment=LightningEnvironment(), **options)
+
+
+class Unit(pl.LightningModule):
+    """Every micro-batch's gradient is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        return self.w * 1.0
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append(self.w.grad.item())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _unit(rank, world_size, port, batches, window, strategy, options, epochs=1):
+    module = Unit()
+    data = DataLoader(torch.zeros(batches * world_size, 1), batch_size=1)
+    made = (
+        lean(**options)
+        if strategy == "lean"
+        else DDPStrategy(cluster_environment=LightningEnvironment())
+    )
+    t = trainer(world_size, port, made, accumulate_grad_batches=window, max_epochs=epochs)
+    t.fit(module, data)
+    return module.seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("batches", "window", "want"), [(5, 4, [1.0, 1.0]), (3, 8, [1.0])])
+def test_a_short_window_has_the_right_scale(world_size, batches, window, want):
+    assert ranks(_unit, world_size, batches, window, "lean", {}) == [want] * world_size
+
+
+@pytest.mark.parametrize(("batches", "window", "want"), [(5, 4, [1.0, 0.25]), (3, 8, [0.375])])
+def test_control_ddp_scales_a_short_window_wrongly(batches, window, want):
+    assert ranks(_unit, 2, batches, window, "ddp", {}) == [want] * 2
+
+
+@pytest.mark.parametrize(
+    ("tail", "steps"),
+    [("step", 4), ("carry", 2), ("drop", 2)],  # 2 epochs of 5 micro-batches, window 4
+)
+def test_tails(tail, steps):
+    for seen in ranks(_unit, 2, 5, 4, "lean", {"tail": tail}, 2):
+        assert seen == [1.0] * steps
+
+
+class Tokens(pl.LightningModule):
+    """A token-mean loss over rows of very different length; float64."""
+
+    def __init__(self, rows, lr=0.1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.rows = rows
+        self.lr = lr
+        self.gradients = []
+        self.losses = []
+
+    def loss(self, rows):
+        return torch.cat([self.net(row).flatten() for row in rows]).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        rows = [self.rows[int(i)] for i in batch]
+        return {"loss": self.loss(rows), "weight": sum(len(row) for row in rows)}
+
+    def on_before_optimizer_step(self, optimizer):
+        self.gradients.append([p.grad.clone() for p in self.parameters()])
+        totals = getattr(self.trainer.strategy, "window_totals", None)
+        self.losses.append(totals.loss if totals is not None else None)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def make_rows(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in lengths]
+
+
+class InOrder(torch.utils.data.Sampler):
+    def __init__(self, order):
+        self.order = order
+
+    def __iter__(self):
+        return iter(self.order)
+
+    def __len__(self):
+        return len(self.order)
+
+
+def fit_tokens(world_size, rank, port, rows, window, options=None, steps=None, **kwargs):
+    """Each rank reads rows rank, rank + W, ...: the sampling of data is not under test here."""
+    module = Tokens(rows)
+    mine = list(range(rank, len(rows), world_size))
+    data = DataLoader(range(len(rows)), batch_size=1, sampler=InOrder(mine))
+    strategy = kwargs.pop("strategy", None) or lean(**(options or {}))
+    t = trainer(
+        world_size,
+        port,
+        strategy,
+        accumulate_grad_batches=window,
+        use_distributed_sampler=False,
+        **kwargs,
+    )
+    t.fit(module, data)
+    return module
+
+
+def _tokens(rank, world_size, port, lengths, window, kind="lean"):
+    rows = make_rows(lengths)
+    strategy = None if kind == "lean" else DDPStrategy(cluster_environment=LightningEnvironment())
+    module = fit_tokens(world_size, rank, port, rows, window, strategy=strategy)
+    # what one process computes on the whole batch
+    reference = Tokens(rows)
+    for step, got in enumerate(module.gradients):
+        per_step = window * world_size
+        whole = rows[step * per_step : (step + 1) * per_step]
+        reference.zero_grad()
+        loss = reference.loss(whole)
+        loss.backward()
+        for p, g in zip(reference.parameters(), got, strict=True):
+            torch.testing.assert_close(g, p.grad, rtol=1e-12, atol=1e-12)
+        if kind == "lean":
+            assert module.losses[step] == pytest.approx(float(loss), rel=1e-12)
+        with torch.no_grad():
+            for p in reference.parameters():
+                p.sub_(0.1 * p.grad)
+    return len(module.gradients)
+
+
+def test_token_weights_over_ranks_and_micro_batches():
+    assert ranks(_tokens, 2, [5, 120, 17, 33], 2) == [1, 1]
+
+
+def test_control_ddp_averages_means():
+    with pytest.raises(RankError, match="not close"):
+        ranks(_tokens, 2, [5, 120, 17, 33], 2, "ddp")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_token_counts_windows_and_ranks(seed):
+    draw = random.Random(seed)
+    world_size, window = draw.randint(1, 3), draw.randint(1, 5)
+    # whole number of micro-batches a rank, windows that need not fill
+    lengths = [draw.randint(1, 60) for _ in range(world_size * draw.randint(2, 9))]
+    ranks(_tokens, world_size, lengths, window)
+
+
+class Manual(pl.LightningModule):
+    def __init__(self, per_step, context):
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.net = nn.Linear(4, 1).double()
+        self.per_step, self.context = per_step, context
+        self.gradients = []
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        last = (batch_idx + 1) % self.per_step == 0
+        loss = self.net(batch).square().mean()
+        if self.context and not last:
+            with self.trainer.strategy.accumulate():
+                self.manual_backward(loss)
+        else:
+            self.manual_backward(loss)
+        if last:
+            optimizer.step()
+            self.gradients.append(self.net.weight.grad.clone())
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class CountCollectives:
+    """Counts every collective of torch.distributed between two optimizer steps' batches."""
+
+    NAMES = (
+        "all_reduce",
+        "all_gather",
+        "all_gather_object",
+        "broadcast",
+        "broadcast_object_list",
+        "barrier",
+    )
+
+    def __enter__(self):
+        self.calls = []
+        self.kept = {name: getattr(dist, name) for name in self.NAMES}
+        for name, original in self.kept.items():
+
+            def spy(*args, _name=name, _original=original, **kwargs):
+                self.calls.append(_name)
+                return _original(*args, **kwargs)
+
+            setattr(dist, name, spy)
+        return self
+
+    def __exit__(self, *_):
+        for name, original in self.kept.items():
+            setattr(dist, name, original)
+
+
+class CountCallback(pl.Callback):
+    """Collectives of each batch, from the second step on (the first one learns the order)."""
+
+    def __init__(self):
+        self.by_batch = []
+
+    def on_train_batch_start(self, trainer, *_):
+        self.spy = CountCollectives()
+        self.spy.__enter__()
+
+    def on_train_batch_end(self, trainer, *_):
+        self.spy.__exit__()
+        self.by_batch.append(self.spy.calls)
+
+
+def _manual(rank, world_size, port, options, context):
+    data = torch.randn(8, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    module = Manual(4, context)
+    counter = CountCallback()
+    t = trainer(
+        world_size,
+        port,
+        lean(check_replicas_every_n_steps=0, **options),
+        callbacks=[counter],
+        use_distributed_sampler=False,
+    )
+    t.fit(module, DataLoader(data, batch_size=None))
+    reductions = [sum(c == "all_reduce" for c in batch) for batch in counter.by_batch]
+    return reductions, [g.tolist() for g in module.gradients]
+
+
+def test_manual_optimization_reduces_once_a_step():
+    """8 micro-batches, 2 steps: ddp reduces 8 times."""
+    each, _ = zip(*ranks(_manual, 2, {}, False), strict=True)
+    on_step = ranks(_manual, 2, {"manual_sync": "on_step"}, False)
+    context = ranks(_manual, 2, {}, True)
+    assert sum(each[0]) == 8
+    for reductions, gradients in (*on_step, *context):
+        assert reductions == [0, 0, 0, 1, 0, 0, 0, 1]
+        torch.testing.assert_close(torch.tensor(gradients), torch.tensor(on_step[0][1]))
+
+
+def _automatic_counts(rank, world_size, port):
+    counter = CountCallback()
+    module = Tokens(make_rows([3] * 16))
+    data = DataLoader(range(16), batch_size=1, sampler=InOrder(range(rank, 16, 2)))
+    strategy = lean(check_replicas_every_n_steps=0)
+    t = trainer(
+        world_size,
+        port,
+        strategy,
+        accumulate_grad_batches=4,
+        use_distributed_sampler=False,
+        callbacks=[counter],
+    )
+    t.fit(module, data)
+    return counter.by_batch
+
+
+def test_automatic_optimization_sends_buckets_and_nothing_else():
+    """8 micro-batches, 2 steps. ddp: 8 blocking broadcasts besides its buckets."""
+    for by_batch in ranks(_automatic_counts, 2):
+        # the first step also agrees on the order, and each epoch looks for new parameters
+        assert by_batch[1:3] == [[], []]
+        assert by_batch[4:] == [[], [], [], ["all_reduce"]]
+
+
+def _frequency(rank, world_size, port, frequency):
+    class Scheduled(Unit):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+            return [optimizer], [
+                {"scheduler": self.scheduler, "interval": "step", "frequency": frequency}
+            ]
+
+    module = Scheduled()
+    t = trainer(world_size, port, lean(), accumulate_grad_batches=4)
+    t.fit(module, DataLoader(torch.zeros(24 * world_size, 1), batch_size=1))
+    return module.scheduler.last_epoch
+
+
+@pytest.mark.parametrize(("frequency", "want"), [(1, 6), (2, 3), (4, 1), (8, 0)])
+def test_scheduler_frequency_counts_optimizer_steps(frequency, want):
+    """6 optimizer steps; ddp gives 6, 6, 6 and 3."""
+    assert ranks(_frequency, 1, frequency) == [want]
+
+
+def _estimate(rank, world_size, port, schedule, tail):
+    class Asks(Unit):
+        def configure_optimizers(self):
+            self.estimated = int(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    module = Asks()
+    callbacks = [GradientAccumulationScheduler(schedule)] if schedule else []
+    t = trainer(
+        world_size,
+        port,
+        lean(tail=tail),
+        callbacks=callbacks,
+        max_epochs=4,
+        accumulate_grad_batches=1 if schedule else 3,
+    )
+    t.fit(module, DataLoader(torch.zeros(8 * world_size, 1), batch_size=1))
+    plain = pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False)
+    assert isinstance(type(plain).estimated_stepping_batches, property)
+    return module.estimated, t.global_step
+
+
+@pytest.mark.parametrize("tail", ["step", "carry", "drop"])
+@pytest.mark.parametrize("schedule", [None, {0: 4, 2: 2}, {0: 3, 1: 5}])
+def test_estimated_steps_are_the_steps_made(schedule, tail):
+    for estimated, made in ranks(_estimate, 2, schedule, tail):
+        assert estimated == made
+
+
+def _none(rank, world_size, port):
+    class Sometimes(Tokens):
+        def training_step(self, batch, batch_idx):
+            if rank == 1 and batch_idx == 0:
+                return None
+            return super().training_step(batch, batch_idx)
+
+    rows = make_rows([4, 9, 2, 5])
+    module = Sometimes(rows)
+    data = DataLoader(range(4), batch_size=1, sampler=InOrder(range(rank, 4, world_size)))
+    t = trainer(world_size, port, lean(), accumulate_grad_batches=2, use_distributed_sampler=False)
+    t.fit(module, data)
+    whole = [rows[0], rows[2], rows[3]]  # rank 1's first micro-batch counts zero
+    reference = Tokens(rows)
+    reference.loss(whole).backward()
+    for p, g in zip(reference.parameters(), module.gradients[0], strict=True):
+        torch.testing.assert_close(g, p.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_micro_batch_without_a_loss_counts_zero():
+    ranks(_none, 2)
+
+
+class Stop(pl.Callback):
+    def __init__(self, after, path):
+        self.after, self.path = after, path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx + 1 == self.after:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+            trainer.limit_train_batches = 0
+
+
+def _run_window(rank, world_size, port, rows, stop_after, path, resume, out):
+    """Global micro-batches of 6 rows; window 4; 3 windows. Saves after ``stop_after`` micro-batches."""
+    per_rank = 6 // world_size
+    groups = [list(range(i, i + 6)) for i in range(0, len(rows), 6)]
+    mine = [g[rank * per_rank : (rank + 1) * per_rank] for g in groups]
+    if resume:
+        mine = mine[stop_after:]
+    module = Tokens(rows)
+    done = stop_after if resume else 0
+
+    class Rest(Dataset):
+        def __len__(self):
+            return len(groups)
+
+        def __getitem__(self, index):
+            return torch.tensor(mine[index - done])
+
+    class Tail(torch.utils.data.Sampler):
+        # a loader that resumes by itself, so that only the window is under test
+        def __iter__(self):
+            return iter(range(done, len(groups)))
+
+        def __len__(self):
+            return len(groups)
+
+    data = DataLoader(Rest(), batch_size=None, sampler=Tail())
+    callbacks = [] if resume else [Stop(stop_after, path)]
+    t = trainer(
+        world_size,
+        port,
+        lean(),
+        accumulate_grad_batches=4,
+        use_distributed_sampler=False,
+        callbacks=callbacks,
+    )
+    t.fit(module, data, ckpt_path=path if resume else None)
+    return [p.tolist() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 4, 6])
+def test_a_checkpoint_inside_a_window_resumes_on_any_number_of_ranks(stop_after, tmp_path):
+    rows = make_rows([random.Random(1).randint(1, 30) for _ in range(6 * 12)])
+    whole = run_ranks(
+        _run_window, 2, free_port(), rows, 10**6, "", False, None, init_process_group=False
+    )[0]
+    path = str(tmp_path / "inside.ckpt")
+    run_ranks(
+        _run_window, 2, free_port(), rows, stop_after, path, False, None, init_process_group=False
+    )
+    torch.load(path, weights_only=True)
+    for world_size in (1, 2, 3):
+        resumed = run_ranks(
+            _run_window,
+            world_size,
+            free_port(),
+            rows,
+            stop_after,
+            path,
+            True,
+            None,
+            init_process_group=False,
+        )
+        for weights in resumed:
+            for got, want in zip(weights, whole, strict=True):
+                torch.testing.assert_close(
+                    torch.tensor(got), torch.tensor(want), rtol=1e-10, atol=1e-10
+                )
