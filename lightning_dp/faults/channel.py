@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_dp.errors import CollectiveError
 from lightning_dp.faults.record import FailureRecord
+from lightning_dp.faults.store import Store
 
 _FIRST = "first"
 
@@ -29,7 +28,7 @@ class FailureChannel:
         world_size: How many ranks.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
         self.rank = rank
         self.world_size = world_size

@@ -119,4 +119,4 @@ def add_note(exc: BaseException, note: str) -> None:
     if hasattr(exc, "add_note"):
         exc.add_note(note)
     else:
-        exc.__notes__ = [*getattr(exc, "__notes__", ()), note]
+        setattr(exc, "__notes__", [*getattr(exc, "__notes__", ()), note])  # noqa: B010

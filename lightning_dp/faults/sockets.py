@@ -22,15 +22,16 @@ class GroupSockets:
     """The connections that were opened while process groups were made. Linux only; elsewhere it does nothing."""
 
     def __init__(self) -> None:
-        self._known: dict[int, int] = {}  # descriptor -> inode, to tell a descriptor used again
+        self.spared_port = 0  # of the ranks' store: whoever is cut off must still learn why
         self.pid = os.getpid()
+        self._known: dict[int, int] = {}  # descriptor -> inode, to tell a descriptor used again
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Remember the connections opened inside the ``with`` block."""
-        before = _connections()
+        before = _connections(self.spared_port)
         yield
-        after = _connections()
+        after = _connections(self.spared_port)
         self._known.update({fd: ino for fd, ino in after.items() if before.get(fd) != ino})
 
     def __len__(self) -> int:
@@ -43,7 +44,7 @@ class GroupSockets:
         ):  # a forked data-loader worker must not cut its parent's connections
             return 0
         closed = 0
-        now = _connections()
+        now = _connections(self.spared_port)
         for fd, inode in self._known.items():
             if now.get(fd) != inode:
                 continue
@@ -54,11 +55,11 @@ class GroupSockets:
         return closed
 
 
-def _connections() -> dict[int, int]:
+def _connections(spared_port: int) -> dict[int, int]:
     """Connected TCP sockets of this process: descriptor -> inode. Only reads; touches no socket."""
     if sys.platform != "linux":
         return {}
-    connected = _connected_inodes()
+    connected = _connected_inodes(spared_port)
     found: dict[int, int] = {}
     for name in os.listdir(_FD_DIR):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -68,13 +69,14 @@ def _connections() -> dict[int, int]:
     return found
 
 
-def _connected_inodes() -> set[int]:
-    """Inodes of the established TCP connections in this network namespace."""
+def _connected_inodes(spared_port: int) -> set[int]:
+    """Inodes of the established TCP connections of this network namespace, save those of a port."""
     inodes: set[int] = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == _ESTABLISHED:
+                ports = {int(address.rpartition(":")[2], 16) for address in fields[1:3]}
+                if fields[3] == _ESTABLISHED and spared_port not in ports:
                     inodes.add(int(fields[9]))
     return inodes

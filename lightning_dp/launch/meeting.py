@@ -19,13 +19,13 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_dp.errors import LaunchError
 from lightning_dp.faults.liveness import ProcessIdentity
+from lightning_dp.faults.store import Store, tcp_store, with_prefix
 
 _HELLO, _SEAT, _FAIL = "hello", "seat", "fail"
 _POLL_S = (0.01, 0.25)  # first and longest pause between two looks
@@ -43,7 +43,7 @@ class Meeting:
         processes: The process of each rank, by rank.
     """
 
-    store: dist.Store
+    store: Store
     rank: int
     world_size: int
     members: tuple[dict[str, Any], ...]
@@ -52,7 +52,7 @@ class Meeting:
 
 def open_store(
     host: str, port: int, *, hosts: bool, timeout_s: float, rank: int, listen_fd: int | None = None
-) -> dist.TCPStore:
+) -> Store:
     """Open the store that the ranks meet at.
 
     Args:
@@ -67,15 +67,7 @@ def open_store(
         LaunchError: The port is taken, or nobody hosts the store in time.
     """
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=hosts,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            multi_tenant=True,
-            master_listen_fd=listen_fd,
-        )
+        return tcp_store(host, port, hosts=hosts, timeout_s=timeout_s, listen_fd=listen_fd)
     except (dist.DistError, RuntimeError) as error:
         if hosts:
             raise LaunchError(
@@ -90,7 +82,7 @@ def open_store(
 
 
 def meet(
-    store: dist.Store,
+    store: Store,
     rank: int,
     world_size: int,
     info: dict[str, Any],
@@ -123,7 +115,7 @@ def meet(
     else:
         name, roll = _answer_roll_call(store, rank, world_size, nonce, wait, timeout_s)
     return Meeting(
-        store=dist.PrefixStore(f"meeting/{name}", store),
+        store=with_prefix(f"meeting/{name}", store),
         rank=rank,
         world_size=world_size,
         members=tuple(entry["info"] for entry in roll),
@@ -150,7 +142,7 @@ class _Waiter:
 
 
 def _hold_roll_call(
-    store: dist.Store, world_size: int, wait: _Waiter, timeout_s: float
+    store: Store, world_size: int, wait: _Waiter, timeout_s: float
 ) -> tuple[str, list[dict[str, Any]]]:
     """Rank 0: answer everyone until everyone has confirmed the answer."""
     name = secrets.token_hex(8)
@@ -180,7 +172,7 @@ def _hold_roll_call(
 
 
 def _answer_roll_call(
-    store: dist.Store, rank: int, world_size: int, nonce: str, wait: _Waiter, timeout_s: float
+    store: Store, rank: int, world_size: int, nonce: str, wait: _Waiter, timeout_s: float
 ) -> tuple[str, list[dict[str, Any]]]:
     """Other ranks: wait for an answer to one's own number, confirm it, wait for the start."""
     name = ""

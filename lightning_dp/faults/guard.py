@@ -1,0 +1,236 @@
+"""The failure channel seen from the thread that trains: one per call of the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+import torch.distributed as dist
+
+from lightning_dp.engine.patience import wait_patiently
+from lightning_dp.errors import RankFailedError
+from lightning_dp.faults.channel import FailureChannel
+from lightning_dp.faults.interrupt import Interrupter
+from lightning_dp.faults.liveness import ProcessIdentity
+from lightning_dp.faults.peers import Peers
+from lightning_dp.faults.record import FailureRecord, add_note, is_consequence
+from lightning_dp.faults.sockets import GroupSockets
+from lightning_dp.faults.store import Store
+from lightning_dp.faults.waits import Waits
+from lightning_dp.faults.watch import Watch
+
+log = logging.getLogger(__name__)
+
+_CAUSE_KNOWN_AFTER_S = 2.5  # a process that died without a word is noticed well within this
+
+
+class Guard:
+    """Turns the first failure of any rank into an error on every rank.
+
+    A guard without a channel (a world of one, or before the ranks have met) lets everything pass.
+
+    Args:
+        error_grace_s: Seconds that a rank with a lost connection waits to learn why, and seconds
+            between two steps of bringing a rank to an end.
+        stall_report_s: Seconds after which a wait is reported; 0 for never.
+        is_agreed: Says of an exception that all ranks raise it together (an agreed stop, the end of a
+            search for a learning rate), so that it is no failure.
+
+    Attributes:
+        failing: This rank is leaving with an error. Nothing collective can succeed any more.
+        where: What this rank is doing, for reports.
+    """
+
+    def __init__(
+        self,
+        *,
+        error_grace_s: float = 3.0,
+        stall_report_s: float = 30.0,
+        is_agreed: Callable[[BaseException], bool] = lambda _: False,
+    ) -> None:
+        self.error_grace_s = error_grace_s
+        self.stall_report_s = stall_report_s
+        self.failing = False
+        self.where: Callable[[], str] = lambda: ""
+        self.waits = Waits()
+        self.sockets = GroupSockets()
+        self.channel: FailureChannel | None = None
+        self.watch: Watch | None = None
+        self.on_failure: list[Callable[[BaseException], None]] = []
+        self._is_agreed = is_agreed
+        self._interrupter = Interrupter()
+        self._barriers = 0
+
+    @contextlib.contextmanager
+    def guarding(self) -> Generator[None]:
+        """Around a call of the trainer.
+
+        Raises:
+            RankFailedError: Another rank failed first.
+
+        Collective: none, but every rank should be inside for as long as it communicates.
+        """
+        self.failing = False
+        try:
+            with self._interrupter.armed():
+                try:
+                    yield
+                except BaseException as error:
+                    self._interrupter.disarm()
+                    replacement = self._failed(error)
+                    if replacement is not None:
+                        raise replacement from error
+                    raise
+        except BaseException as error:
+            self.failing = not self._is_agreed(error)  # also if the interrupt hit the handler above
+            raise
+        finally:
+            self.close()
+
+    def open(
+        self,
+        store: Store,
+        rank: int,
+        processes: Sequence[ProcessIdentity],
+        *,
+        thread_store: Store,
+        children: Callable[[], Mapping[int, int]] | None = None,
+        store_host: int = 0,
+        parent_pid: int | None = None,
+    ) -> None:
+        """Begin to watch, once the ranks have met.
+
+        Args:
+            store: For the thread that trains.
+            rank: This rank.
+            processes: Of all ranks.
+            thread_store: The same keys through another connection, for the watching thread.
+            children: Exit codes by rank of children that have ended.
+            store_host: The rank that hosts the store; -1 if none of them.
+            parent_pid: End with this parent.
+
+        Collective: none.
+        """
+        world_size = len(processes)
+        self.close()
+        self.channel = FailureChannel(store, rank, world_size)
+        self._barriers = 0
+        self.watch = Watch(
+            FailureChannel(thread_store, rank, world_size),
+            Peers(processes, rank, children, store_host),
+            self.waits,
+            self._interrupter,
+            self.sockets,
+            error_grace_s=self.error_grace_s,
+            stall_report_s=self.stall_report_s,
+            parent_pid=parent_pid,
+            where=self.where,
+        )
+        self.watch.start()
+
+    def close(self) -> None:
+        """Stop watching; tell the others that this rank has left."""
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.stop()
+        channel, self.channel = self.channel, None
+        if channel is not None and not self.failing:
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                channel.write(f"left/{channel.rank}", "1")
+
+    def barrier(self, name: str, plain: Callable[[], None]) -> None:
+        """A barrier that can be interrupted, and that all ranks must enter by the same name.
+
+        Args:
+            name: Who calls.
+            plain: The barrier of a backend that does not block the host in a way of its own.
+
+        Raises:
+            RankFailedError: The ranks are at barriers of different names, or a rank has failed.
+
+        Collective: every rank of the default group, unless this rank is failing: then it returns at
+        once, because the others may never come. Blocks.
+        """
+        if self.failing or not dist.is_initialized():
+            return
+        channel = self.channel
+        what = f"barrier '{name}'" if name else "a barrier"
+        if channel is not None and name:
+            self._barriers += 1
+            theirs = channel.write_once(f"barrier/{self._barriers}", name)
+            if theirs != name:
+                raise self._barrier_mismatch(channel, name, theirs)
+        with self.waits.waiting(what):
+            if dist.get_backend() == "gloo":
+                wait_patiently(dist.barrier(async_op=True))
+            else:
+                plain()
+
+    def _barrier_mismatch(self, channel: FailureChannel, name: str, theirs: str) -> RankFailedError:
+        record = FailureRecord(
+            rank=-1,
+            error_type="barrier mismatch",
+            message=f"rank {channel.rank} came to barrier '{name}', another rank to barrier '{theirs}'. "
+            f"What leads to '{theirs if 'checkpoint' in theirs else name}' was called on some ranks "
+            "only. Fix: call it on every rank, not inside 'if rank == 0'",
+            host="the ranks",
+            where=self.where(),
+        )
+        return channel.publish(record).to_error(channel.rank, channel.world_size)
+
+    def _failed(self, error: BaseException) -> BaseException | None:
+        """This rank leaves with ``error``: tell the others, or learn what came first.
+
+        Returns:
+            The error to raise in its place, or None.
+        """
+        channel, watch = self.channel, self.watch
+        if self._is_agreed(error):
+            return None
+        self.failing = True
+        if watch is not None:
+            watch.unwinding = True
+        replacement = None
+        if channel is not None and watch is not None:
+            try:
+                replacement = self._settle(channel, watch, error)
+            except dist.DistError:  # the store has gone
+                first = self._wait_for(lambda: watch.first)
+                if first is not None and is_consequence(error):
+                    replacement = first.to_error(channel.rank, channel.world_size)
+        for tell in self.on_failure:
+            tell(replacement if replacement is not None else error)
+        self.sockets.close_all()  # ranks blocked in a collective with this one get an error now
+        return replacement
+
+    def _settle(
+        self, channel: FailureChannel, watch: Watch, error: BaseException
+    ) -> RankFailedError | None:
+        own = FailureRecord.from_exception(channel.rank, error, self.where())
+        consequence = is_consequence(error)
+        first = None
+        if consequence:
+            watch.hurry()
+            first = self._wait_for(lambda: watch.first or channel.first())
+        if first is None:
+            first = channel.publish(own)
+        elif first.rank != channel.rank:
+            channel.write(f"error/{channel.rank}", own.to_json())
+        if first.rank == channel.rank:
+            return None
+        channel.acknowledge()
+        if isinstance(error, RankFailedError) and error.rank == first.rank:
+            return None
+        if consequence:
+            return first.to_error(channel.rank, channel.world_size)
+        add_note(error, f"lean_ddp: {first.headline()}")
+        return None
+
+    def _wait_for(self, look: Callable[[], FailureRecord | None]) -> FailureRecord | None:
+        """What ``look`` finds within the grace period."""
+        deadline = time.monotonic() + max(self.error_grace_s, _CAUSE_KNOWN_AFTER_S)
+        while (found := look()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found

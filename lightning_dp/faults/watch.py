@@ -1,0 +1,237 @@
+"""The watch: one thread per rank that looks for the first failure of any rank and acts on it.
+
+[Note: escalation] A rank that must stop because another one failed is first interrupted: an exception in
+the thread that trains, so that ``finally`` blocks and ``on_exception`` hooks run. If it does not leave
+within ``error_grace_s`` it sits in a call that Python cannot interrupt; then the connections underneath are
+cut, which makes such a call fail. If that does not help either within another ``error_grace_s``, the
+process ends itself, with every thread's stack on stderr. Nobody ends anybody else's process here.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_dp.faults.channel import FailureChannel
+from lightning_dp.faults.interrupt import Interrupter
+from lightning_dp.faults.liveness import parent_has_gone
+from lightning_dp.faults.peers import Peers
+from lightning_dp.faults.record import FailureRecord
+from lightning_dp.faults.sockets import GroupSockets
+from lightning_dp.faults.store import empty_store
+from lightning_dp.faults.waits import Waits, describe_stall, find_deadlock
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.5
+HURRIED_PERIOD_S = 0.1
+BEAT_S = 5.0
+_REPORT_WAITS_AFTER_S = 1.0
+_DEADLOCK_AFTER_S = 2.0
+
+
+class Watch:
+    """Watches the other ranks while this one is in a call of the trainer.
+
+    Args:
+        channel: A channel of the watch's own (its store client is used by no other thread).
+        peers: The processes of all ranks.
+        waits: What this rank waits for.
+        interrupter: Reaches the thread that trains.
+        sockets: Connections of the process groups.
+        error_grace_s: Seconds between two steps of the escalation.
+        stall_report_s: Seconds after which a wait is reported; 0 for never.
+        parent_pid: If given, this process ends when that parent has gone.
+        where: Says what this rank is doing.
+    """
+
+    def __init__(
+        self,
+        channel: FailureChannel,
+        peers: Peers,
+        waits: Waits,
+        interrupter: Interrupter,
+        sockets: GroupSockets,
+        *,
+        error_grace_s: float,
+        stall_report_s: float,
+        parent_pid: int | None,
+        where: Callable[[], str],
+    ) -> None:
+        self.channel = channel
+        self.first: FailureRecord | None = None
+        self.unwinding = False  # the training thread is on its way out already
+        self.hooks: list[Callable[[FailureChannel], None]] = []
+        self.abortable: list[dist.ProcessGroup] = []
+        self._peers = peers
+        self._waits = waits
+        self._interrupter = interrupter
+        self._sockets = sockets
+        self._grace_s = error_grace_s
+        self._stall_report_s = stall_report_s
+        self._parent_pid = parent_pid
+        self._where = where
+        self._told_at = 0.0
+        self._cut = False
+        self._beats = 0
+        self._next_beat = 0.0
+        self._suspect: dict[int, tuple[int, int]] | None = None
+        self._stop = threading.Event()
+        self._period_s = PERIOD_S
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lean-ddp-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching; returns when the thread has ended, or after two periods."""
+        self._stop.set()
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * PERIOD_S)
+
+    def hurry(self) -> None:
+        """Look at once, and often: the training thread has seen something."""
+        self._period_s = HURRIED_PERIOD_S
+        self._wake.set()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(self._period_s)
+            self._wake.clear()
+            if self._stop.is_set():
+                return
+            try:
+                self._look()
+            except (dist.DistError, RuntimeError) as error:
+                if self._stop.is_set() or self._peers.store_host_left:
+                    return
+                self._store_lost(error)
+
+    def _look(self) -> None:
+        """One round."""
+        if self._parent_pid is not None and parent_has_gone(self._parent_pid):
+            self._exit("the process that started this rank has gone", 1)
+        if self.first is None:
+            self.first = self.channel.first() or self._peers.find_dead(self.channel)
+        if self.first is not None:
+            self._act(self.first)
+            return
+        self._tell()
+        for hook in self.hooks:
+            hook(self.channel)
+
+    # Failure
+
+    def _act(self, record: FailureRecord) -> None:
+        """Bring the training thread to an end ([Note: escalation])."""
+        now = time.monotonic()
+        if not self._told_at:
+            self._told_at = now
+            self.channel.acknowledge()
+            if not self.unwinding:
+                log.error("lean_ddp: %s", record.headline())
+        if self.unwinding:
+            return
+        rank, world_size = self.channel.rank, self.channel.world_size
+        waited = now - self._told_at
+        if waited > 2 * self._grace_s:
+            self._exit(record.headline(), record.exit_code)
+        if waited > self._grace_s and not self._cut:
+            self._cut = True
+            self._sockets.close_all()
+            for group in self.abortable:
+                group.abort()
+        self._interrupter.fire(lambda: record.to_error(rank, world_size))
+
+    def _store_lost(self, error: BaseException) -> None:
+        """The process that hosts the store has gone, and the store with it."""
+        if self.first is None:
+            self.first = self._peers.store_lost(_brief(error))
+            self._told_at = time.monotonic()
+            log.error("lean_ddp: %s", self.first.headline())
+        if self.unwinding:
+            self._stop.set()
+            return
+        self.channel = _Silent(self.channel)
+        self._act(self.first)
+
+    def _exit(self, why: str, code: int) -> None:
+        """The last resort."""
+        rank = self.channel.rank
+        sys.stderr.write(f"[lean_ddp rank {rank}] {why}; this process did not stop: ending it.\n")
+        faulthandler.dump_traceback(file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(code)
+
+    # Reports
+
+    def _tell(self) -> None:
+        """Publish what this rank waits for; explain a stall; prove a deadlock."""
+        now = time.monotonic()
+        wait = self._waits.current
+        age = now - wait.since if wait is not None else 0.0
+        if age < _REPORT_WAITS_AFTER_S and now < self._next_beat:
+            return
+        self._next_beat = now + BEAT_S
+        self._beats += 1
+        report = {**self._waits.to_json(), "beat": self._beats, "where": self._where()}
+        self.channel.write(f"beat/{self.channel.rank}", json.dumps(report))
+        if wait is None or age < _DEADLOCK_AFTER_S:
+            self._suspect = None
+            return
+        reports = self.channel.read_ranks("beat")
+        for rank in self._peers.left:
+            reports[rank] = {"gone": True, "beat": self._beats, "serial": -1}
+        self._check_deadlock(reports)
+        if self._stall_report_s and age > self._stall_report_s and not wait.reported:
+            wait.reported = True
+            text = describe_stall(self.channel.rank, wait, reports)
+            log.warning("lean_ddp: no progress.\n%s", text)
+
+    def _check_deadlock(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """Report a deadlock that two looks in a row have shown, each rank having told anew between them."""
+        world_size = self.channel.world_size
+        found = find_deadlock(world_size, reports, min_age_s=_REPORT_WAITS_AFTER_S)
+        if found is None:
+            self._suspect = None
+            return
+        now = {rank: (report["serial"], report["beat"]) for rank, report in reports.items()}
+        before = self._suspect
+        if before is None or any(now[rank][0] != before.get(rank, (-2, 0))[0] for rank in now):
+            self._suspect = now
+            return
+        if all(now[rank][1] > before[rank][1] for rank in now):
+            self.channel.publish(
+                FailureRecord(
+                    rank=-1,
+                    error_type="deadlock",
+                    message=f"the ranks wait for each other: {found}. Something that all ranks must "
+                    "call (save_checkpoint, a barrier, self.log with sync_dist, a training step) was "
+                    "called on some of them only. Fix: call it on every rank, not inside 'if rank == 0'",
+                    host="the ranks",
+                    where=self._where(),
+                )
+            )
+
+
+class _Silent(FailureChannel):
+    """Stands in for a channel whose store has gone."""
+
+    def __init__(self, lost: FailureChannel) -> None:
+        super().__init__(empty_store(), lost.rank, lost.world_size)
+
+
+def _brief(error: BaseException) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
