@@ -15,13 +15,14 @@ from hydra.errors import CompactHydraException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_dp.app.arguments import check_arguments
 from lightning_dp.errors import ConfigError, LaunchError
 
 T = TypeVar("T")
 # Mistakes that need no traceback: the message says what to change.
-_EXPLAINED = (ConfigError, LaunchError, MisconfigurationException)
+_EXPLAINED = (ConfigError, LaunchError, MisconfigurationException, OmegaConfBaseException)
 # True of every small run, and no reason to act.
 _NOISE = (
     ".*does not have many workers.*",

@@ -68,7 +68,7 @@ def test_packages_of_the_wheel_are_the_folders():
     assert listed is not None
     found = {
         ".".join(path.parent.relative_to(ROOT).parts)
-        for path in (ROOT / "lightning_dp").rglob("__init__.py")
+        for path in (ROOT / "lightning_dp").rglob("*.py")
     }
     assert set(re.findall(r'"(.+?)"', listed[1])) == found | {"lightning_dp.conf"}
 

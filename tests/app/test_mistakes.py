@@ -1,0 +1,144 @@
+"""A wrong command line ends at once, in a few lines that say what to change."""
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_dp.app import cli
+
+
+def forked(folder: Path, *argv: str, timeout_s: float = 60.0) -> tuple[int, str]:
+    """Run ``lean-ddp argv`` in a fork, where nothing has to be imported again.
+
+    Returns:
+        Exit code and everything that was printed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    printed = folder / "printed"
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            file = os.open(printed, os.O_CREAT | os.O_WRONLY)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            sys.stdout = os.fdopen(1, "w", closefd=False)
+            sys.stderr = os.fdopen(2, "w", closefd=False)
+            os.chdir(folder)
+            sys.argv = sys.orig_argv = ["lean-ddp", *argv]
+            code = cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status), printed.read_text()
+        if time.monotonic() > deadline:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            pytest.fail(
+                f"lean-ddp {argv} had not ended after {timeout_s} s:\n{printed.read_text()}"
+            )
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("experiment=digit", "Could not find 'experiment/digit'"),
+        ("stratgy=ddp", "stratgy"),
+        ("trainer.max_epoch=3", "Key 'max_epoch' is not in struct"),
+        ("+trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
+        ("strategy.buckets=3", "Key 'buckets' is not in struct"),
+        ("strategy.bucket_cap_mb=-1", "bucket_cap_mb=-1"),
+        ("trainer.devices=0", "devices=0"),
+        ("trainer.accelerator=abacus", "abacus"),
+        ("data.batch_size=many", "data.batch_size must be int, not 'many'"),
+        ("data.batch_size=0", "data.batch_size must be at least 1, not 0"),
+        ("model._target_=no.such.Module", "'no.such.Module' cannot be imported"),
+        ("model.lr=", "model.lr must be float, not ''"),
+        ("trainer.max_epochs=[", "no viable alternative at input"),
+    ],
+)
+def test_is_explained_without_a_traceback(override, told, tmp_path):
+    code, printed = forked(tmp_path, "train", override)
+    assert code in (1, 2), printed
+    assert told in printed
+    assert "Traceback" not in printed
+    assert len(printed) < 2000
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("ckpt_path=nowhere.ckpt", "there is no file"),
+        ("trainer.devices=2", "Missing mandatory value: ckpt_path"),
+    ],
+)
+def test_evaluate_without_a_checkpoint_is_explained(override, told, tmp_path):
+    code, printed = forked(tmp_path, "evaluate", override)
+    assert code in (1, 2), printed
+    assert told in printed
+    assert "Traceback" not in printed
+
+
+def test_evaluate_of_a_checkpoint_without_its_run_says_what_to_give(tmp_path):
+    (tmp_path / "alone.ckpt").write_bytes(b"")
+    code, printed = forked(tmp_path, "evaluate", "ckpt_path=alone.ckpt")
+    assert code == 1
+    assert "experiment=" in printed
+    assert "Traceback" not in printed
+
+
+BROKEN = """
+import lightning as L
+
+class Broken(L.LightningDataModule):
+    def __init__(self, **kwargs):
+        super().__init__()
+
+    def setup(self, stage):
+        raise RuntimeError("a fault in the user's code")
+"""
+
+
+def test_control_a_fault_in_a_program_keeps_its_traceback(tmp_path):
+    (tmp_path / "mine.py").write_text(BROKEN)
+    code, printed = forked(tmp_path, "train", "trainer.devices=1", "data._target_=mine.Broken")
+    assert code == 1
+    assert "Traceback" in printed
+    assert "a fault in the user's code" in printed
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "told"),
+    [
+        ([], 2, "usage: lean-ddp COMMAND"),
+        (["--help"], 0, "usage: lean-ddp COMMAND"),
+        (["--version"], 0, "0."),
+        (["trian"], 2, "Did you mean 'train'?"),
+        (["train", "--help"], 0, "lightning_dp"),
+    ],
+)
+def test_the_command_line_itself(argv, code, told, tmp_path):
+    ended, printed = forked(tmp_path, *argv)
+    assert ended == code, printed
+    assert told in printed
+
+
+def test_every_command_of_the_table_can_be_loaded():
+    for name, command in cli.COMMANDS.items():
+        module, _, function = command.target.partition(":")
+        found = runpy.run_module(module, run_name="looked at")
+        assert callable(found[function or "main"]), name
+        assert command.help

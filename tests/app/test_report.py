@@ -1,0 +1,54 @@
+"""curves.png and what it is drawn from."""
+
+from matplotlib import image
+
+from lightning_dp.app.report import draw_curves, keep_earlier_metrics, print_table, read_metrics
+
+FIRST = "step,train/loss,val/loss\n0,2.0,\n1,1.5,\n1,,1.6\n"
+SECOND = "step,train/loss,test/acc\n1,1.4,\n2,1.0,\n2,,0.9\n"
+
+
+def test_metrics_of_one_attempt(tmp_path):
+    (tmp_path / "metrics.csv").write_text(FIRST)
+    assert read_metrics(tmp_path) == {
+        "train/loss": [(0.0, 2.0), (1.0, 1.5)],
+        "val/loss": [(1.0, 1.6)],
+    }
+
+
+def test_a_restart_keeps_the_metrics_of_the_attempt_before(tmp_path):
+    (tmp_path / "metrics.csv").write_text(FIRST)
+    keep_earlier_metrics(tmp_path)
+    assert not (tmp_path / "metrics.csv").exists()
+    (tmp_path / "metrics.csv").write_text(SECOND)
+    metrics = read_metrics(tmp_path)
+    assert metrics["train/loss"] == [(0.0, 2.0), (1.0, 1.4), (2.0, 1.0)]
+    assert set(metrics) == {"train/loss", "val/loss", "test/acc"}
+    keep_earlier_metrics(tmp_path)
+    assert len(list(tmp_path.glob("metrics.before_*.csv"))) == 2
+
+
+def test_a_first_attempt_has_nothing_to_keep(tmp_path):
+    keep_earlier_metrics(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_curves_have_a_panel_for_each_quantity(tmp_path):
+    (tmp_path / "metrics.csv").write_text(FIRST)
+    one = image.imread(draw_curves(tmp_path)).shape
+    (tmp_path / "metrics.csv").write_text(SECOND)  # a second quantity
+    two = image.imread(draw_curves(tmp_path)).shape
+    assert two[0] == one[0]
+    assert two[1] == 2 * one[1]
+
+
+def test_nothing_logged_is_nothing_drawn(tmp_path):
+    assert draw_curves(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_table_shows_numbers_short(capsys):
+    print_table("run", {"test/acc": 0.98765432, "steps": 12})
+    shown = capsys.readouterr().out
+    assert "0.9877" in shown
+    assert "12" in shown
