@@ -29,6 +29,7 @@ class Slot:
         "bucket",
         "deferred",
         "fires",
+        "gone",
         "grad_view",
         "index",
         "kept",
@@ -55,6 +56,17 @@ class Slot:
         self.nested = False  # fires inside a re-entrant backward, and only once
         self.deferred = False  # may fire more than once: its bucket is sent last
         self.sparse = False
+        self.gone = False  # no longer in the module: its place stays, its memory does not
+
+    def let_go(self) -> None:
+        """The module dropped the parameter: keep its shape for the layout, not its memory."""
+        old = self.param
+        shell = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
+        self.param = nn.Parameter(shell, requires_grad=False)
+        self.gone = True
+        self.grad_view = self.kept = None
+        if self.bucket is not None:
+            self.bucket.same_dtype[self.bucket.slots.index(self)] = True  # nothing to copy back
 
     @property
     def planned(self) -> bool:
@@ -205,6 +217,7 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 def _views(flat: Tensor, slot: Slot, offset: int, same: bool) -> tuple[Tensor, Tensor | None]:
     """Return the slot's view into the bucket and the view that ``param.grad`` becomes."""
     param = slot.param
+    same = same and not slot.gone
     if param.is_complex():
         real = flat[offset : offset + slot.numel].view(*param.shape, 2)
         return real, torch.view_as_complex(real) if same else None

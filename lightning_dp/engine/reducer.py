@@ -91,7 +91,7 @@ class Reducer:
         self._report: Report | None = None
         self.sessions = 0
         self._session: Session | None = None
-        self._handles: list[Any] = []
+        self._handles: dict[int, Any] = {}  # by slot number
         self._reduces_early = group.world_size > 1
         self._attach(self.registry.slots)
 
@@ -100,15 +100,19 @@ class Reducer:
     def add_parameters(self) -> list[str]:
         """Take in parameters that the module got since the last look; return their names.
 
-        They must be equal on all ranks already (``replicas.synchronize``).
+        They must be equal on all ranks already (``replicas.synchronize``). What the module lost
+        meanwhile keeps its place in the buckets and nothing else.
         """
+        for slot in self.registry.drop_removed():
+            if slot.index in self._handles:
+                self._handles.pop(slot.index).remove()
         new = self.registry.add_new()
         self._attach(new)
         return [slot.name for slot in new]
 
     def close(self) -> None:
         """Remove every hook and let go of all storage; gradients stay valid."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
         self._session = None
@@ -215,7 +219,7 @@ class Reducer:
                 self._hook(slot)
             )
             slot.param.requires_grad_(trainable)
-            self._handles.append(handle)
+            self._handles[slot.index] = handle
 
     def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
         ref = weakref.ref(self)

@@ -98,6 +98,15 @@ class Registry:
             if id(p) not in self._known and (p.is_floating_point() or p.is_complex())
         }
 
+    def drop_removed(self) -> list[Slot]:
+        """Let go of parameters that the module no longer has; return their slots."""
+        present = {id(p) for p in named_parameters(self.module).values()}
+        removed = [s for s in self.slots if not s.gone and id(s.param) not in present]
+        for slot in removed:
+            self._known.discard(id(slot.param))
+            slot.let_go()
+        return removed
+
     def add_new(self) -> list[Slot]:
         """Give a slot to each parameter that has none; return the new slots.
 

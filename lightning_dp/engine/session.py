@@ -154,6 +154,9 @@ def fill(bucket: Bucket, session: Session, *, empty: bool = False, check: bool =
         grad = None if empty else param.grad
         view = slot.view
         assert view is not None
+        if slot.gone:
+            view.zero_()
+            continue
         if grad is None:
             bucket.unused.append(position)
             view.zero_()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dp.engine.buffers import BufferKeeper
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.layout import LayoutOptions
 from lightning_dp.engine.reducer import Reducer
@@ -33,16 +34,27 @@ class Harness:
         *,
         options: LayoutOptions = SMALL,
         wire: Callable[[ReplicaGroup], Wire] | None = None,
+        with_keeper: bool | str = False,
         **kwargs: Any,
     ) -> None:
         self.module = module
         self.group = ReplicaGroup.create(torch.device("cpu"))
         self.window = AccumulationWindow()
+        if with_keeper:
+            mode = with_keeper if isinstance(with_keeper, str) else "lazy"
+            kwargs["keeper"] = BufferKeeper(module, self.group, mode)
+        self.keeper: BufferKeeper | None = kwargs.get("keeper")
         inner = wire(self.group) if wire is not None else None
         self.reducer = Reducer(module, self.group, self.window, inner, options, **kwargs)
         self.recording = RecordingWire(self.reducer.wire)
         if self.reducer.wire.carries_flags or wire is not None:
             self.reducer.wire = self.recording
+
+    def before_step(self) -> None:
+        """What the strategy does before a window's first forward."""
+        if self.keeper is not None:
+            self.keeper.before_step()
+        self.reducer.release_storage()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As the strategy does it."""
@@ -138,6 +150,11 @@ def assert_equal_on_all_ranks(tensors: dict[str, Tensor | None]) -> None:
             assert other[name] == everyone[0][name], f"{name} differs between rank 0 and {rank}"
 
 
+def plain_backward(loss: Tensor, **kwargs: Any) -> None:
+    """A backward without any engine."""
+    loss.backward(**kwargs)
+
+
 def check(
     rank: int,
     world_size: int,
@@ -145,9 +162,14 @@ def check(
     step: Callable[[nn.Module, Callable[..., None], int, int], None],
     steps: int = 4,
     lr: float = 0.1,
+    raw: bool = False,
     **options: Any,
 ) -> list[list[tuple[int, tuple[str, ...], int]]]:
-    """Run ``step(module, backward, step_index, rank)`` both ways and compare; return launches by step."""
+    """Run ``step(module, backward, step_index, rank)`` both ways and compare; return launches by step.
+
+    ``raw``: the step calls ``loss.backward()``, as a user may; what is still open then is finished as
+    before an optimizer's step.
+    """
     module = seeded(make)
     plain = copy.deepcopy(module)
     launches = []
@@ -156,11 +178,16 @@ def check(
             for m in (module, plain):
                 m.zero_grad()
             torch.manual_seed(1000 * index + rank)
-            step(plain, lambda loss, **kw: loss.backward(**kw), index, rank)
+            step(plain, plain_backward, index, rank)
             expected = mean_over_ranks(grads(plain), plain)
             torch.manual_seed(1000 * index + rank)
             harness.recording.launches.clear()
-            step(module, harness.backward, index, rank)
+            harness.before_step()
+            if raw:
+                step(module, plain_backward, index, rank)
+                harness.reducer.finalize()
+            else:
+                step(module, harness.backward, index, rank)
             launches.append(list(harness.recording.launches))
             actual = grads(module)
             assert_same(actual, expected)

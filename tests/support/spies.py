@@ -1,0 +1,93 @@
+"""Count what goes over the wire, at two levels, so that nothing slips past."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Every public function of torch.distributed that communicates.
+FUNCTIONS = (
+    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce"
+    " all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast"
+    " broadcast_object_list gather gather_object irecv isend monitored_barrier recv recv_object_list reduce"
+    " reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send"
+    " send_object_list"
+).split()
+
+
+class CollectiveSpy(TorchDispatchMode):
+    """Counts collectives while it is entered.
+
+    ``calls`` counts calls of torch.distributed's functions (outer ones only: ``all_gather_object`` is one),
+    ``ops`` counts what reaches c10d's dispatcher, from whatever Python or C++ code, in forward or backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.ops: Counter[str] = Counter()
+        self._depth = 0
+        self._stack: list[contextlib.ExitStack] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.ops[func._opname.rstrip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> CollectiveSpy:
+        stack = contextlib.ExitStack()
+        for name in FUNCTIONS:
+            if hasattr(dist, name):
+                stack.enter_context(mock.patch.object(dist, name, self._counted(name)))
+        self._stack.append(stack)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.pop().close()
+
+    def _counted(self, name: str) -> Any:
+        original = getattr(dist, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self._depth == 0:
+                self.calls[name] += 1
+            self._depth += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return counted
+
+    @property
+    def total(self) -> int:
+        """Collectives since it was made; the two levels must agree unless objects were sent."""
+        return sum(self.ops.values())
+
+    @contextlib.contextmanager
+    def expecting(self, **ops: int) -> Iterator[None]:
+        """Exactly these operations happen inside."""
+        before = Counter(self.ops)
+        with self:
+            yield
+        seen = {name: n - before[name] for name, n in self.ops.items() if n != before[name]}
+        assert seen == {k: v for k, v in ops.items() if v}, f"collectives: {seen}, expected {ops}"
+
+
+def storage_bytes(tensors: Any) -> int:
+    """Bytes of the distinct storages behind ``tensors``."""
+    seen = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
