@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_dp import trainer_seams
 from lightning_dp.accumulation import batch_plan
 from lightning_dp.engine.window import WindowTotals
+from lightning_dp.measure.stats import StepStats, step_stats
 from lightning_dp.options import DDP_ONLY, EngineOptions, as_timedelta, refuse_unknown
 from lightning_dp.replica_engine import ReplicaEngine
 
@@ -175,6 +176,13 @@ class LeanDDPStrategy(DDPStrategy):
         """The last accumulation window over all ranks: weight, micro-batches, mean loss."""
         reducer = self._engine.reducer
         return reducer.totals if reducer is not None else None
+
+    def step_stats(self) -> StepStats | None:
+        """What the last reduction cost; ``None`` before the first. On an accelerator, waits for it."""
+        reducer = self._engine.reducer
+        if reducer is None or reducer.times is None:
+            return None
+        return step_stats(reducer.times, reducer.totals, reducer.group.world_size)
 
     @contextmanager
     def accumulate(self) -> Generator[None]:

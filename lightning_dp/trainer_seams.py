@@ -139,24 +139,24 @@ def own_estimate(trainer: pl.Trainer, correct: Callable[[float], float]) -> Call
     Returns:
         Undoes it.
     """
-    cls = type(trainer)
-    original = getattr(cls, "estimated_stepping_batches", None)
+    cls, name = type(trainer), "estimated_stepping_batches"
+    original = getattr(cls, name, None)
     if not isinstance(original, property) or original.fget is None:
         return lambda: None
     read = original.fget
-    own = cls.__dict__.get("estimated_stepping_batches")
+    own = cls.__dict__.get(name)
 
     def estimated(self: pl.Trainer) -> float:
         value: float = read(self)
         return correct(value) if self is trainer else value
 
-    cls.estimated_stepping_batches = property(estimated)  # type: ignore[assignment,method-assign]
+    setattr(cls, name, property(estimated))
 
     def undo() -> None:
         if own is not None:
-            cls.estimated_stepping_batches = own
-        elif "estimated_stepping_batches" in cls.__dict__:
-            del cls.estimated_stepping_batches
+            setattr(cls, name, own)
+        elif name in cls.__dict__:
+            delattr(cls, name)
 
     return undo
 

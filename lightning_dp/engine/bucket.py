@@ -160,6 +160,7 @@ class Bucket:
         self.device = device
         self.deferred = any(slot.deferred for slot in slots)
         self.pending = 0
+        self.ready = 0.0  # when the last gradient arrived
         self.unused: list[int] = []  # positions without a local gradient, set at launch
         self.flat: Tensor | None = None
         align = max(1, ALIGN_BYTES // dtype.itemsize)

@@ -15,6 +15,7 @@ from lightning_dp.engine.bucket import Bucket, Slot
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.report import Report
 from lightning_dp.engine.sparse import reduce_sparse
+from lightning_dp.engine.timing import now
 from lightning_dp.engine.window import CONTROL_SIZE, Control
 from lightning_dp.engine.wire import InFlight
 from lightning_dp.errors import LateGradientError, NonFiniteGradientError, some_names
@@ -126,11 +127,14 @@ def _round(reducer: Reducer, session: Session, *, new: bool) -> Tensor:
     separate = None if carrier is not None else _send_separately(reducer, session, new=new)
     for bucket, _ in session.in_flight:
         _hand_back_used(bucket)  # in the shadow of the collectives
-    for bucket, work in session.in_flight:
+    session.times.waits(reducer.group.device)
+    for position, (bucket, work) in enumerate(session.in_flight):
         session.waiting_for = bucket
         work.wait()
+        session.times.waited(position - len(session.in_flight))
     session.waiting_for = None
     tail = carrier.control if carrier is not None else _receive(session, separate)
+    session.times.ends()
     report = reducer.next_report(Report(tail, session, reducer.group.host_reads_are_free))
     if report is not None:
         _act_on(reducer, report)
@@ -144,7 +148,10 @@ def _round(reducer: Reducer, session: Session, *, new: bool) -> Tensor:
 
 def _write_tail(reducer: Reducer, session: Session, tail: Tensor, *, new: bool) -> None:
     reducer.window.write(tail)
+    backward_s = now() - session.times.begin
     for place, value in (
+        (Control.BACKWARD_S, backward_s),
+        (Control.BACKWARD_S2, backward_s**2),
         (Control.LATE, len(session.late)),
         (Control.NEW, new),
         (Control.NON_FINITE, len(session.non_finite)),

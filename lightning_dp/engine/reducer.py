@@ -40,6 +40,7 @@ from lightning_dp.engine.layout import Layout, LayoutOptions
 from lightning_dp.engine.registry import Registry
 from lightning_dp.engine.report import Report
 from lightning_dp.engine.session import Session
+from lightning_dp.engine.timing import SessionTimes, now
 from lightning_dp.engine.window import AccumulationWindow, WindowTotals
 from lightning_dp.engine.wire import AllReduceWire, Wire
 from lightning_dp.errors import some_names
@@ -89,6 +90,8 @@ class Reducer:
         self.keeper = keeper
         self._means: Tensor | None = None
         self._report: Report | None = None
+        self.times: SessionTimes | None = None
+        self.exact_times = False
         self.sessions = 0
         self._session: Session | None = None
         self._handles: dict[int, Any] = {}  # by slot number
@@ -188,6 +191,7 @@ class Reducer:
             finish(self, session)
         finally:
             self._session = None
+            self.times = session.times
             for slot in session.touched:
                 slot.kept = None
 
@@ -249,6 +253,7 @@ class Reducer:
         else:
             bucket.pending -= 1
             if bucket.pending == 0:
+                bucket.ready = now()
                 session.launch_ready(self)
 
     def _open(self, *, outermost: bool) -> Session:

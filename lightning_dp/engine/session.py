@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.engine.bucket import Bucket, Slot
+from lightning_dp.engine.timing import SessionTimes
 from lightning_dp.engine.window import Control
 from lightning_dp.engine.wire import InFlight
 
@@ -35,6 +36,7 @@ class Session:
     ) -> None:
         self.number = number
         self.task = task
+        self.times = SessionTimes(exact=reducer.exact_times)
         self.partition = partition  # None: all
         self.sequence, self.early = _sequence(reducer, partition)
         self.launched = 0
@@ -86,7 +88,9 @@ class Session:
         fill(bucket, self, empty=empty, check=reducer.check_finite != "off")
         if self.before_last is not None:
             self.before_last()  # writes the control tail, which counts what ``fill`` has just seen
-        self.in_flight.append((bucket, reducer.wire.launch(bucket)))
+        work = reducer.wire.launch(bucket)
+        self.in_flight.append((bucket, work))
+        self.times.launched(bucket.index, bucket.nbytes, bucket.ready, work)
 
     def give_up(self, reducer: Reducer, error: BaseException) -> None:
         """Send what is left as zeros with the error flag; wait a little; never raise."""
@@ -122,6 +126,7 @@ def _sequence(reducer: Reducer, partition: int | None) -> tuple[list[Bucket], in
     for bucket in reducer.layout.buckets:
         if partition is not None and bucket.slots[0].partition != partition:
             continue
+        bucket.ready = 0.0
         bucket.pending = sum(slot.param.requires_grad for slot in bucket.slots)
         if bucket.pending:
             live.append(bucket)

@@ -35,6 +35,8 @@ class Control(enum.IntEnum):
     NEW = 7  # a trainable parameter has no bucket yet
     ERROR = 8  # this rank's backward raised
     BUFFERS = 9  # a buffer that must be equal on all ranks has changed
+    BACKWARD_S = 10  # seconds this rank's backward took
+    BACKWARD_S2 = 11  # its square: with the mean of both, the spread over ranks
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class WindowTotals:
         loss: Weighted mean loss over ranks and micro-batches; NaN if none was given.
         squared_norm: Mean over ranks of the squared norm of local gradients; 0 where not asked for.
         stop: Whether any rank asked to stop.
+        straggler_s: Standard deviation over ranks of the backward's seconds.
     """
 
     weight: float
@@ -54,6 +57,7 @@ class WindowTotals:
     loss: float
     squared_norm: float
     stop: bool
+    straggler_s: float = 0.0
 
     @classmethod
     def from_means(cls, means: list[float], world_size: int) -> WindowTotals:
@@ -65,6 +69,8 @@ class WindowTotals:
             loss=means[Control.LOSS] / weight if weight else float("nan"),
             squared_norm=means[Control.SQUARED_NORM],
             stop=means[Control.STOP] > 0,
+            straggler_s=max(0.0, means[Control.BACKWARD_S2] - means[Control.BACKWARD_S] ** 2)
+            ** 0.5,
         )
 
 

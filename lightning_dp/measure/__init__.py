@@ -1,0 +1,1 @@
+"""What a step cost: statistics, and a callback that logs them."""
