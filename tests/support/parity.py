@@ -132,14 +132,18 @@ def assert_same(actual: dict[str, Tensor | None], expected: dict[str, Tensor | N
         )
 
 
+def as_bytes(tensor: Tensor) -> bytes:
+    """The elements' bytes in logical order, whatever the strides."""
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    flat = torch.empty(values.numel(), dtype=values.dtype)
+    flat.view(values.shape).copy_(values)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
 def assert_equal_on_all_ranks(tensors: dict[str, Tensor | None]) -> None:
     """Every rank holds the same bytes."""
     mine = {
-        name: None
-        if t is None
-        else t.detach().contiguous().view(torch.uint8).numpy().tobytes()
-        if t.dim()
-        else t.detach().reshape(1).view(torch.uint8).numpy().tobytes()
+        name: None if t is None else as_bytes(t)
         for name, t in tensors.items()
         if t is None or not t.is_sparse
     }

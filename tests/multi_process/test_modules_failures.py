@@ -1,0 +1,372 @@
+"""Public reports of hard failures on ordinary modules, each as a test. A comment says what `ddp` does today.
+
+Numbers are those of the list in docs/modules.md. Entries that are about the Trainer (GANs, static_graph with
+accumulation, hooks on CPU, a rank without loss) are in test_modules_trainer.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.utils.checkpoint import checkpoint
+
+from lightning_dp.engine.comm_hooks import CommHookWire
+from lightning_dp.engine.layout import LayoutOptions
+from lightning_dp.errors import ConfigError, LateGradientError, RankFailedError
+from tests.support.parity import Harness, assert_equal_on_all_ranks, check, grads, seeded
+from tests.support.ranks import run_ranks
+from tests.support.spies import CollectiveSpy
+
+pytestmark = pytest.mark.multi_process
+both_worlds = pytest.mark.parametrize("world_size", [2, 3])
+
+
+def net(n: int = 4) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(n)]).double()
+
+
+def data(n: int = 4, width: int = 8) -> torch.Tensor:
+    return torch.randn(n, width, dtype=torch.float64)
+
+
+# b09. ddp: raises for unused parameters in Lightning's own GAN example. Here the engine's part of it.
+
+
+class Gan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = net(3), net(3)
+
+
+def _gan(rank, world_size, toggle):
+    def step(module, backward, index, rank):
+        trained = module.critic if index % 2 else module.generator
+        if toggle:
+            for part in (module.generator, module.critic):
+                part.requires_grad_(part is trained)
+        fake = module.generator(data())
+        fake = fake.detach() if trained is module.critic else fake
+        backward(module.critic(fake).square().mean())
+
+    launches = check(rank, world_size, Gan, step)
+    return [{name.split(".")[0] for _, names, _ in step for name in names} for step in launches]
+
+
+@both_worlds
+@pytest.mark.parametrize("toggle", [True, False])
+def test_b09_a_gan_with_and_without_toggling(world_size, toggle):
+    sent = run_ranks(_gan, world_size, toggle)[0]
+    if toggle:
+        assert sent == [{"generator"}, {"critic"}] * 2, "the other half stays at home"
+
+
+# b11. ddp: "marked ready twice" for re-entrant checkpoints that share layers and for inner backwards.
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, mode: str):
+        super().__init__()
+        self.mode = mode
+        self.first, self.shared, self.last = net(2), net(2), net(2)
+
+    def forward(self, x):
+        again = functools.partial(checkpoint, use_reentrant=not self.mode.startswith("non"))
+        if self.mode.endswith("whole"):
+            return again(lambda y: self.last(self.shared(self.first(y).tanh()).tanh()), x)
+        x = again(self.first, x).tanh()
+        x = again(self.shared, x).tanh()
+        if self.mode.endswith("twice"):
+            x = again(self.shared, x).tanh()
+        return self.last(x)
+
+
+def _checkpointed(rank, world_size, mode):
+    for raw in (False, True):
+
+        def step(module, backward, index, rank, raw=raw):
+            loss = module(data().requires_grad_()).square().mean()
+            loss.backward() if raw else backward(loss)
+
+        check(rank, world_size, lambda: Checkpointed(mode), step, raw=raw)
+
+
+@both_worlds
+@pytest.mark.parametrize("mode", ["once", "twice", "whole", "non-once", "non-twice", "non-whole"])
+def test_b11_activation_checkpointing(world_size, mode):
+    run_ranks(_checkpointed, world_size, mode)
+
+
+class Tiled(torch.autograd.Function):
+    """Recomputes in chunks, each with a backward of its own, as tiled MLPs do."""
+
+    @staticmethod
+    def forward(ctx, module, chunks, x, *parameters):
+        ctx.module, ctx.chunks = module, chunks
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([module(part) for part in x.chunk(chunks)])
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        pieces = []
+        for part, g in zip(x.chunk(ctx.chunks), grad.chunk(ctx.chunks), strict=True):
+            part = part.detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.module(part)
+            torch.autograd.backward(out, g)
+            pieces.append(part.grad)
+        return (None, None, torch.cat(pieces), *[None] * len(list(ctx.module.parameters())))
+
+
+def _tiled(rank, world_size):
+    def step(module, backward, index, rank):
+        x = module[0](data(6)).tanh()
+        x = Tiled.apply(module[1], 3, x, *module[1].parameters())
+        backward(module[2](x).square().mean())
+
+    check(rank, world_size, lambda: nn.Sequential(net(2), net(2), net(2)), step)
+
+
+@both_worlds
+def test_b11_inner_backwards_of_a_tiled_mlp(world_size):
+    run_ranks(_tiled, world_size)
+
+
+def _late(rank, world_size):
+    """Shared re-entrant blocks appear after the order was learnt, on one rank only."""
+    module = seeded(lambda: Checkpointed("once"))
+    found = []
+    with Harness(module) as harness:
+        for index in range(4):
+            module.zero_grad()
+            module.mode = "twice" if index >= 2 and rank == world_size - 1 else "once"
+            torch.manual_seed(10 * index + rank)
+            loss = module(data().requires_grad_()).square().mean()
+            if index == 2:
+                with pytest.raises(LateGradientError) as caught:
+                    harness.backward(loss)
+                found.append((sorted(caught.value.names), caught.value.ranks))
+                assert all(p.grad is None for p in module.parameters()), "nothing half-averaged"
+            else:
+                harness.backward(loss)
+        assert_equal_on_all_ranks(grads(module))  # sent last now: it works from the next step on
+    return found
+
+
+@both_worlds
+def test_b11_late_gradients_raise_by_name_on_all_ranks(world_size):
+    for found in run_ranks(_late, world_size):
+        for names, ranks in found:
+            assert set(names) <= {f"shared.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
+            assert names
+            assert ranks == (world_size - 1,)
+
+
+# b12. ddp: raises on the second backward of one forward.
+
+
+def _two_backwards(rank, world_size):
+    def step(module, backward, index, rank):
+        first = module[:3](data())
+        second = module[3](first)
+        if index % 2:
+            second.square().mean().backward(retain_graph=True)
+            first.sum().backward()
+        else:
+            backward(second.square().mean(), retain_graph=True)
+            backward(first.sum())
+
+    check(rank, world_size, net, step, raw=True)
+    check(rank, world_size, net, step)
+
+
+@both_worlds
+def test_b12_one_forward_two_backwards(world_size):
+    run_ranks(_two_backwards, world_size)
+
+
+# b13. ddp(static_graph=True): raises on the second step if an output is not used in the loss.
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.a, self.b = net(2), net(1), net(1)
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.a(x), self.b(x)
+
+
+def _unused_output(rank, world_size):
+    def step(module, backward, index, rank):
+        a, b = module(data())
+        backward(a.sum() if index < 3 else (a * b).sum())
+
+    check(rank, world_size, TwoHeads, step, steps=5)
+
+
+@both_worlds
+def test_b13_an_output_that_the_loss_does_not_use(world_size):
+    run_ranks(_unused_output, world_size)
+
+
+# b14. ddp: backward(create_graph=True) fails with an in-place operation on a leaf.
+
+
+def _create_graph(rank, world_size, dtype):
+    def step(module, backward, index, rank):
+        backward(module(data().to(dtype)).square().mean(), create_graph=True)
+        for p in module.parameters():  # as the manual advises, to break the reference cycle
+            p.grad = p.grad.detach()
+
+    def mixed():
+        module = net().to(dtype)
+        module[1].float()
+        module[2].float()
+        module.insert(1, Cast(torch.float32))
+        module.insert(4, Cast(dtype))
+        return module
+
+    check(rank, world_size, mixed, step)
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
+@both_worlds
+def test_b14_backward_with_create_graph(world_size):
+    run_ranks(_create_graph, world_size, torch.float64)
+
+
+def _penalty(rank, world_size):
+    def step(module, backward, index, rank):
+        x = data().requires_grad_()
+        out = module(x).tanh().sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        backward(out + (slope.norm(dim=1) - 1).square().mean())
+
+    check(rank, world_size, net, step)
+
+
+@both_worlds
+def test_b14_gradient_penalty(world_size):
+    run_ranks(_penalty, world_size)
+
+
+# b15. ddp: torch's PowerSGD over gloo with more than one bucket aborts the process.
+
+
+def _power_sgd(rank, world_size):
+    module = seeded(lambda: nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)]))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+
+    def wire(group):
+        state = powerSGD_hook.PowerSGDState(
+            group.process_group, matrix_approximation_rank=2, start_powerSGD_iter=3, warm_start=True
+        )
+        return CommHookWire(group, powerSGD_hook.powerSGD_hook, state)
+
+    options = LayoutOptions(cap_bytes=10_000, first_bytes=5_000, last_bytes=5_000)
+    with Harness(module, wire=wire, options=options) as harness:
+        for index in range(12):
+            torch.manual_seed(10 * index + rank)
+            optimizer.zero_grad()
+            harness.backward(module(torch.randn(4, 32)).square().mean())
+            optimizer.step()
+            assert_equal_on_all_ranks(dict(module.named_parameters()))
+        assert len(harness.reducer.layout.buckets) > 3
+
+
+@both_worlds
+def test_b15_power_sgd_on_gloo_with_several_buckets(world_size):
+    run_ranks(_power_sgd, world_size)
+
+
+def _refused(rank, world_size):
+    with Harness(net()) as harness:
+        from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+        for hook in (
+            powerSGD_hook.batched_powerSGD_hook,
+            functools.partial(powerSGD_hook.batched_powerSGD_hook),
+            quantization_hooks.quantization_pertensor_hook,
+            quantization_hooks.quantization_perchannel_hook,
+        ):
+            with pytest.raises(ConfigError, match="cannot work here"):
+                CommHookWire(harness.group, hook)
+        for wrap in (default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper):
+            with pytest.raises(ConfigError, match="cannot work here"):
+                CommHookWire(harness.group, powerSGD_hook.batched_powerSGD_hook, None, wrap)
+
+
+def test_b15_hooks_that_cannot_work_are_refused_with_the_reason():
+    run_ranks(_refused, 2)
+
+
+# b18. ddp: an exception on one rank leaves the others waiting until the group's timeout.
+
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fail):
+        ctx.fail = fail
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.fail:
+            raise ValueError("boom in backward")
+        return g, None
+
+
+def _one_rank_fails(rank, world_size):
+    module = seeded(net)
+    bad = world_size - 1
+    with Harness(module) as harness:
+        for index in range(4):
+            module.zero_grad()
+            half = Boom.apply(module[:2](data()), index == 2 and rank == bad)
+            loss = module[2:](half).square().mean()
+            if index != 2:
+                harness.backward(loss)
+                assert_equal_on_all_ranks(grads(module))
+                continue
+            begin = time.monotonic()
+            if rank == bad:
+                with pytest.raises(ValueError, match="boom"):
+                    harness.backward(loss)
+            else:
+                with pytest.raises(RankFailedError, match="boom") as caught:
+                    harness.backward(loss)
+                assert caught.value.rank == bad
+            assert all(p.grad is None for p in module.parameters())
+            assert time.monotonic() - begin < 10
+
+
+@both_worlds
+def test_b18_an_exception_in_one_ranks_backward_reaches_all(world_size):
+    run_ranks(_one_rank_fails, world_size)
+
+
+def _spied_control(rank, world_size):
+    with Harness(seeded(net)) as harness:
+        with CollectiveSpy() as spy:
+            harness.backward(harness.module(data()).sum())
+        assert spy.total > 0
+
+
+def test_control_the_spy_sees_the_engine():
+    run_ranks(_spied_control, 2)
