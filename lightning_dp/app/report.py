@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 METRICS_FILE = "metrics.csv"
+EARLIER_FILES = "metrics.before_*.csv"
 CURVES_FILE = "curves.png"
 Points = list[tuple[float, float]]
 # One colour a stage, whatever the metric.
@@ -22,12 +23,20 @@ _COLOURS = {"train": "tab:blue", "val": "tab:orange", "test": "tab:green"}
 _MANY_POINTS = 60  # from here on a line without markers reads better
 
 
-def keep_earlier_metrics(folder: Path) -> None:
-    """Rename the metrics.csv of an earlier attempt, which Lightning's CSVLogger would delete."""
+def keep_earlier_metrics(folder: Path, *, resumes: bool) -> None:
+    """Rename the metrics.csv of an earlier attempt, which Lightning's CSVLogger would delete.
+
+    Args:
+        folder: A run's folder.
+        resumes: Whether this attempt goes on from the earlier one; if not, its metrics are forgotten.
+    """
     file = folder / METRICS_FILE
-    if file.exists():
-        taken = len(list(folder.glob("metrics.before_*.csv")))
-        file.rename(folder / f"metrics.before_{taken + 1}.csv")
+    earlier = list(folder.glob(EARLIER_FILES))
+    if not resumes:
+        for path in earlier:
+            path.unlink()
+    elif file.exists():
+        file.rename(folder / f"metrics.before_{len(earlier) + 1}.csv")
 
 
 def read_metrics(folder: Path) -> dict[str, Points]:
@@ -41,7 +50,7 @@ def read_metrics(folder: Path) -> dict[str, Points]:
         attempt's counts.
     """
     found: dict[str, dict[float, float]] = defaultdict(dict)
-    for file in [*sorted(folder.glob("metrics.before_*.csv")), folder / METRICS_FILE]:
+    for file in [*sorted(folder.glob(EARLIER_FILES)), folder / METRICS_FILE]:
         if not file.exists():
             continue
         with file.open(newline="") as rows:

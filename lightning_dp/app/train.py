@@ -33,7 +33,7 @@ def train(cfg: DictConfig) -> float | None:
     parts = build(cfg)
     trainer = parts.trainer
     if trainer.is_global_zero:
-        keep_earlier_metrics(parts.output_dir)
+        keep_earlier_metrics(parts.output_dir, resumes=cfg.ckpt_path is not None)
     begin = time.monotonic()
     if cfg.train:
         trainer.fit(parts.model, parts.data, ckpt_path=cfg.ckpt_path)

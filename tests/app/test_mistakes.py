@@ -1,55 +1,11 @@
 """A wrong command line ends at once, in a few lines that say what to change."""
 
-import os
 import runpy
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from lightning_dp.app import cli
-
-
-def forked(folder: Path, *argv: str, timeout_s: float = 60.0) -> tuple[int, str]:
-    """Run ``lean-ddp argv`` in a fork, where nothing has to be imported again.
-
-    Returns:
-        Exit code and everything that was printed.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    printed = folder / "printed"
-    pid = os.fork()
-    if pid == 0:
-        code = 70
-        try:
-            file = os.open(printed, os.O_CREAT | os.O_WRONLY)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            sys.stdout = os.fdopen(1, "w", closefd=False)
-            sys.stderr = os.fdopen(2, "w", closefd=False)
-            os.chdir(folder)
-            sys.argv = sys.orig_argv = ["lean-ddp", *argv]
-            code = cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    deadline = time.monotonic() + timeout_s
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status), printed.read_text()
-        if time.monotonic() > deadline:
-            os.kill(pid, 9)
-            os.waitpid(pid, 0)
-            pytest.fail(
-                f"lean-ddp {argv} had not ended after {timeout_s} s:\n{printed.read_text()}"
-            )
-        time.sleep(0.02)
+from tests.app.commands import forked
 
 
 @pytest.mark.parametrize(

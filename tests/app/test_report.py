@@ -1,5 +1,6 @@
 """curves.png and what it is drawn from."""
 
+import pytest
 from matplotlib import image
 
 from lightning_dp.app.report import draw_curves, keep_earlier_metrics, print_table, read_metrics
@@ -18,18 +19,26 @@ def test_metrics_of_one_attempt(tmp_path):
 
 def test_a_restart_keeps_the_metrics_of_the_attempt_before(tmp_path):
     (tmp_path / "metrics.csv").write_text(FIRST)
-    keep_earlier_metrics(tmp_path)
+    keep_earlier_metrics(tmp_path, resumes=True)
     assert not (tmp_path / "metrics.csv").exists()
     (tmp_path / "metrics.csv").write_text(SECOND)
     metrics = read_metrics(tmp_path)
     assert metrics["train/loss"] == [(0.0, 2.0), (1.0, 1.4), (2.0, 1.0)]
     assert set(metrics) == {"train/loss", "val/loss", "test/acc"}
-    keep_earlier_metrics(tmp_path)
+    keep_earlier_metrics(tmp_path, resumes=True)
     assert len(list(tmp_path.glob("metrics.before_*.csv"))) == 2
 
 
-def test_a_first_attempt_has_nothing_to_keep(tmp_path):
-    keep_earlier_metrics(tmp_path)
+def test_a_new_run_in_an_old_folder_forgets_what_was_there(tmp_path):
+    (tmp_path / "metrics.before_1.csv").write_text(FIRST)
+    keep_earlier_metrics(tmp_path, resumes=False)
+    (tmp_path / "metrics.csv").write_text(SECOND)
+    assert set(read_metrics(tmp_path)) == {"train/loss", "test/acc"}
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_first_attempt_has_nothing_to_keep(resumes, tmp_path):
+    keep_earlier_metrics(tmp_path, resumes=resumes)
     assert list(tmp_path.iterdir()) == []
 
 

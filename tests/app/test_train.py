@@ -2,12 +2,13 @@
 
 import csv
 import re
+import shutil
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.app.commands import ROOT, succeed
+from tests.app.commands import ROOT, forked, succeed
 from tests.app.conftest import SHORT, Run
 
 pytestmark = pytest.mark.multi_process
@@ -81,3 +82,19 @@ def test_evaluate_gives_the_test_result_of_the_run(short_run, tmp_path):
     trained, evaluated = rows(short_run.output), rows(output)
     assert evaluated["test/acc"] == trained["test/acc"]
     assert evaluated["test/loss"] == trained["test/loss"]
+
+
+def test_own_modules_of_the_current_folder_are_trained(tmp_path):
+    """``--config-dir``: our application, somebody's modules."""
+    shutil.copy(ROOT / "examples" / "own_hydra_project" / "line.py", tmp_path / "mine.py")
+    for group, text in {
+        "model": "_target_: mine.LineModule\nlr: 0.1\n",
+        "data": "_target_: mine.PointsDataModule\nbatch_size: 8\n",
+    }.items():
+        (tmp_path / "conf" / group).mkdir(parents=True)
+        (tmp_path / "conf" / group / "mine.yaml").write_text(text)
+    own = ("--config-dir", "conf", "model=mine", "data=mine", "monitor.metric=loss", "test=false")
+    code, printed = forked(tmp_path, "train", *own, "trainer.devices=1", "trainer.max_epochs=1")
+    assert code == 0, printed
+    assert rows(printed)["steps"] == "32"
+    assert next(tmp_path.rglob("curves.png")).is_file()
