@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_dp import trainer_seams
 from lightning_dp.accumulation import batch_plan
+from lightning_dp.data_plane import DataOptions, DataPlane
 from lightning_dp.engine.window import WindowTotals
 from lightning_dp.measure.stats import StepStats, step_stats
 from lightning_dp.options import DDP_ONLY, EngineOptions, as_timedelta, refuse_unknown
@@ -68,6 +69,22 @@ class LeanDDPStrategy(DDPStrategy):
             ``"boundary"``.
         batch: ``{"global": 512, "micro": 16, "accumulate": "auto"}``: samples per optimizer step over
             all ranks and nodes, samples per rank and micro-batch; sets ``accumulate_grad_batches``.
+        iterable: What to do with an iterable dataset whose ranks get the same data: ``"warn"``,
+            ``"error"``, ``"shard"`` it between ranks and workers, or leave it alone (``"off"``).
+        uneven_train: Ranks whose training data ends at different steps end in an ``"error"`` that names
+            them, or all stop with the first (``"min"``).
+        eval_tail: Validation and test count each sample once (``"exact"``), or ``"pad"`` the last batches
+            with repeated samples as ``ddp`` does.
+        batch_size: A DataLoader's batch size counts ``"per_device"``, or is the ``"global"`` one of all
+            ranks together.
+        resume: Where an epoch cannot go on because seed or data changed, ``"auto"`` begins it anew and
+            says so; ``"strict"`` is an error.
+        strict_data: Make an error of what is otherwise a warning: fewer samples than ranks, samplers
+            that differ between ranks.
+        rank_rng: Random numbers differ between ranks in data loading ``"workers"``, or in ``"all"`` of
+            training (dropout, augmentation in the main process).
+        gather_predictions: ``trainer.predict`` returns all predictions on every rank, in the order of the
+            dataset.
         start_method: How ranks start when nobody else starts them: ``"popen"`` runs the script again;
             ``"fork"``, ``"spawn"`` and ``"forkserver"`` run the Trainer's call in new processes.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
@@ -115,6 +132,14 @@ class LeanDDPStrategy(DDPStrategy):
         tail: Literal["step", "carry", "drop"] = "step",
         mid_window: Literal["save", "boundary"] = "save",
         batch: Mapping[str, Any] | None = None,
+        iterable: Literal["warn", "shard", "off", "error"] = "warn",
+        uneven_train: Literal["error", "min"] = "error",
+        eval_tail: Literal["exact", "pad"] = "exact",
+        batch_size: Literal["per_device", "global"] = "per_device",
+        resume: Literal["auto", "strict"] = "auto",
+        strict_data: bool = False,
+        rank_rng: Literal["workers", "all"] = "workers",
+        gather_predictions: bool = False,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT_S,
@@ -143,6 +168,16 @@ class LeanDDPStrategy(DDPStrategy):
             tail=tail,
             mid_window=mid_window,
         )
+        data = DataOptions(
+            iterable=iterable,
+            uneven_train=uneven_train,
+            eval_tail=eval_tail,
+            batch_size=batch_size,
+            resume=resume,
+            rank_rng=rank_rng,
+            gather_predictions=gather_predictions,
+            strict_data=strict_data,
+        )
         self._batch = batch
         self._ported = {
             "find_unused_parameters": find_unused_parameters,
@@ -168,6 +203,7 @@ class LeanDDPStrategy(DDPStrategy):
         self._engine = ReplicaEngine(
             self.options, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, self._timeout
         )
+        self._data_plane = DataPlane(data, self._timeout)
 
     # What users may ask
 
@@ -192,6 +228,72 @@ class LeanDDPStrategy(DDPStrategy):
         """
         with self._engine.window.closed():
             yield
+
+    def gather_ragged(self, rows: Tensor, dataloader_idx: int = 0) -> Tensor:
+        """Return all ranks' rows of an evaluation, one for each sample, in the order of the dataset.
+
+        Args:
+            rows: This rank's, shape ``(n, ...)``, in the order in which its samples came; ``n`` may differ
+                between ranks.
+            dataloader_idx: Which evaluation loader they belong to.
+
+        Returns:
+            Shape ``(all samples, ...)``, the same on every rank, each sample once.
+
+        Raises:
+            ConfigError: A rank has more rows than samples.
+
+        Collective: every rank, outside ``validation_step`` and ``test_step``. Blocks.
+        """
+        return self._data_plane.gather_ragged(rows, dataloader_idx)
+
+    # Data
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Attach the module; sampling is ours from here on."""
+        super().connect(model)
+        self._data_plane.connect(model)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How a user's own DistributedSampler would have to be made."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Give a loader this rank's share. Collective: every rank, for each loader in turn."""
+        return self._data_plane.process_dataloader(dataloader)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks. Collective: every rank. Blocks."""
+        self._data_plane.barrier(name)
+        super().barrier(name)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Reduce over ranks; a mean of integers is not rounded. Collective: every rank. Blocks."""
+        tensor = self._data_plane.before_reduce(tensor, reduce_op)
+        return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather from all ranks; ragged shares are padded. Collective: every rank. Blocks."""
+        tensor = self._data_plane.before_all_gather(tensor, group, sync_grads=sync_grads)
+        return super().all_gather(tensor, group, sync_grads)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``validation_step``."""
+        with self._data_plane.evaluation_step():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``test_step``."""
+        with self._data_plane.evaluation_step():
+            return super().test_step(*args, **kwargs)
+
+    def on_predict_end(self) -> None:
+        """Merge predictions, if asked to. Collective: every rank."""
+        super().on_predict_end()
+        self._data_plane.predict_ends()
 
     # Set-up
 
@@ -239,6 +341,7 @@ class LeanDDPStrategy(DDPStrategy):
         Collective: every rank at ``batch_idx`` 0.
         """
         super().on_train_batch_start(batch, batch_idx)
+        self._data_plane.batch_begins()
         self._engine.before_batch(batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -308,12 +411,14 @@ class LeanDDPStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         """Put back the window that a checkpoint was saved in. Local."""
         super().on_train_start()
+        self._data_plane.begin_training()
         self._engine.begin_training()
 
     def on_train_end(self) -> None:
         """Make buffers equal, save what waited for it. Collective: every rank."""
         self._engine.before_use()
         self._engine.windows.save_postponed()
+        self._data_plane.end_training()
         super().on_train_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -332,6 +437,7 @@ class LeanDDPStrategy(DDPStrategy):
         ):
             return
         self._engine.add_to(checkpoint)
+        self._data_plane.save_checkpoint(checkpoint)  # after the window, which decides the position
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(
@@ -340,6 +446,7 @@ class LeanDDPStrategy(DDPStrategy):
         """Load, and keep what the strategy put in. Every rank calls it."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._engine.remember(checkpoint)
+        self._data_plane.load_checkpoint(checkpoint)
         return checkpoint
 
     # The end
@@ -351,6 +458,7 @@ class LeanDDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Remove every hook, then as the parent."""
         self._engine.close()
+        self._data_plane.teardown()
         super().teardown()
 
     # Names

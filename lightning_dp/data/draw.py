@@ -63,6 +63,14 @@ def sized(units: Any) -> int | None:
     return int(length)
 
 
+def seed_everywhere(seed: int) -> None:
+    """Seed torch's default CPU generator, Python's and numpy's (if it is loaded)."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(mix(seed) & 0xFFFFFFFF)
+
+
 class Source:
     """Where the units of an epoch come from.
 
@@ -177,10 +185,7 @@ class _RandomStates:
         self._aside = self._read()
 
     def seed(self, key: OrderKey) -> None:
-        torch.default_generator.manual_seed(key.torch_seed)
-        random.seed(mix(key.seed, key.epoch, key.pass_index))
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(mix(key.seed, key.epoch, key.pass_index, 1) & 0xFFFFFFFF)
+        seed_everywhere(key.torch_seed)
         for generator in self._generators:
             # The user's own seed still decides, but each epoch can be drawn without those before.
             generator.manual_seed(mix(generator.initial_seed(), key.epoch, key.pass_index))

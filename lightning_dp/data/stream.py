@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from lightning_dp.data.batches import Cursor
 from lightning_dp.data.loader import LoaderParts, Shard, ShardedBatchSampler
 from lightning_dp.data.order import OrderKey
+from lightning_dp.data.share import Cursor
 
 
 class StreamBatches(ShardedBatchSampler):
@@ -43,7 +43,7 @@ class StreamBatches(ShardedBatchSampler):
         self.is_ragged = not training
 
     def cursor_after(self, epoch: int, batches: int) -> Cursor:
-        """Return the cursor when ``batches`` batches of ``epoch`` are trained, those before a resume included."""
+        """Return the cursor when ``batches`` batches of ``epoch`` are trained, resumed ones included."""
         start = self.start if epoch == self.start.epoch else Cursor(epoch)
         since = batches - self.first_batch if epoch == self.start.epoch else batches
         return Cursor(epoch, 0, start.consumed + max(0, since) * self._round)

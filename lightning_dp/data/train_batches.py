@@ -1,0 +1,117 @@
+"""The batches of one rank in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from lightning_dp.data.loader import Agree, LoaderParts, Shard, ShardedBatchSampler
+from lightning_dp.data.order import OrderKey
+from lightning_dp.data.shard import TrainPlan
+from lightning_dp.data.share import Cursor, Share
+
+
+class TrainBatches(ShardedBatchSampler):
+    """Equal steps on all ranks, from a cursor on.
+
+    Args:
+        parts: What the user's loader is made of.
+        shard: This rank's place.
+        start: Where the first pass begins.
+        progress: Returns how many batches of the running epoch were begun, or ``None`` as long as
+            nothing was trained since this loader was made. Tells a new pass from one asked for twice.
+        agree: See :class:`ShardedBatchSampler`.
+
+    Collective: creation and each ``iter()`` may compare orders across ranks (``agree``).
+    """
+
+    def __init__(
+        self,
+        parts: LoaderParts,
+        shard: Shard,
+        start: Cursor | None = None,
+        progress: Callable[[], int | None] = lambda: None,
+        agree: Agree | None = None,
+    ) -> None:
+        super().__init__(parts, shard, agree)
+        self.start = start or Cursor()
+        self._progress = progress
+        self.sampler.set_epoch(self.start.epoch)
+        self._open(self.start)
+
+    def _open(self, cursor: Cursor) -> None:
+        """Draw the order of a pass and keep this rank's part of it."""
+        key = OrderKey(self.shard.seed, cursor.epoch, cursor.pass_index)
+        order = self.draw(key)
+        self.order_hash = order.fingerprint()
+        self.total = len(order)
+        consumed = min(cursor.consumed, self.total)
+        self.plan = self._plan(consumed)
+        self._share = Share(order, self.plan.positions(self.shard.rank))
+        self._cursor = cursor
+
+    def _plan(self, consumed: int) -> TrainPlan:
+        return TrainPlan(
+            self.total, self.shard.world_size, self.batch_size, self.drop_last, consumed
+        )
+
+    @property
+    def num_units(self) -> int:
+        """How many units this rank gets in what the current pass still holds."""
+        return len(self.plan.positions(self.shard.rank))
+
+    def __len__(self) -> int:
+        """Batches in a whole pass: a resumed pass is shorter, but its batches count from the middle on."""
+        return self._plan(0).whole_batches
+
+    @property
+    def first_batch(self) -> int:
+        """The number, within its epoch, of the first batch after :attr:`start`."""
+        return self._plan(min(self.start.consumed, self.total)).first_batch
+
+    def cursor_after(self, epoch: int, batches: int) -> Cursor:
+        """Return the cursor when ``batches`` batches of ``epoch`` are trained, resumed ones included."""
+        start = self.start if epoch == self.start.epoch else Cursor(epoch)
+        plan = self._plan(min(start.consumed, self.total))
+        since = batches - plan.first_batch
+        if since < max(1, plan.batches):
+            return Cursor(epoch, start.pass_index, plan.consumed_after(max(0, since)))
+        whole = self._plan(0)
+        later = since - plan.batches
+        passes, rest = divmod(later, max(1, whole.whole_batches))
+        return Cursor(epoch, start.pass_index + 1 + passes, whole.consumed_after(rest))
+
+    def hash_of(self, cursor: Cursor) -> int:
+        """Return the hash of the order of ``cursor``'s pass; 0 if that pass was not drawn."""
+        drawn = self._cursor
+        same = (drawn.epoch, drawn.pass_index) == (cursor.epoch, cursor.pass_index)
+        return self.order_hash if same else 0
+
+    def local_batches(self, limit: int | None = None) -> Iterator[list[Any]]:
+        """Yield this rank's batches of the current pass (at most ``limit``)."""
+        return islice(self._batches(self._share, self.num_units), limit)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        # Not a generator itself: the order must be drawn and the workers seeded when iter() is called.
+        cursor = self._next_pass()
+        if cursor != self._cursor:
+            self._open(cursor)
+        self.seed_workers(
+            OrderKey(self.shard.seed, cursor.epoch, cursor.pass_index), cursor.consumed
+        )
+        return self._batches(self._share, self.num_units)
+
+    def _next_pass(self) -> Cursor:
+        epoch = self.sampler.epoch
+        started = self._progress()
+        first = self.start if epoch == self.start.epoch else Cursor(epoch)
+        if not started or started <= self._plan(min(first.consumed, self.total)).first_batch:
+            return first
+        return self.cursor_after(epoch, started)
+
+    def _batches(self, share: Share, count: int) -> Iterator[list[Any]]:
+        whole_batches = self.parts.source.batches
+        for start in range(0, count, self.batch_size):
+            units = share.read(start, min(start + self.batch_size, count))
+            yield units[0] if whole_batches else units

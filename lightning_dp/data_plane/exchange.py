@@ -1,0 +1,191 @@
+"""What ranks tell each other about their data, over a small group of its own on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dp.data.batch_hash import batch_fingerprint
+from lightning_dp.data.order import Order
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.errors import ConfigError, UnevenShardError
+
+log = logging.getLogger(__name__)
+
+
+def open_group(timeout: timedelta | None) -> ReplicaGroup:
+    """Make a gloo group over all ranks.
+
+    Of its own, so that what is said here is never paired with a user's collective or a bucket, and on
+    the CPU, so that no accelerator has to be waited for.
+
+    Collective: every rank, once, in the same order as other group creations.
+    """
+    cpu = torch.device("cpu")
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return ReplicaGroup(None, 0, 1, cpu)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    return ReplicaGroup(group, dist.get_rank(), dist.get_world_size(), cpu)
+
+
+def close_group(group: ReplicaGroup) -> None:
+    """End the group. Local."""
+    if group.process_group is not None and dist.is_initialized():
+        dist.destroy_process_group(group.process_group)
+
+
+def gather_integers(group: ReplicaGroup, value: int) -> list[int]:
+    """Return every rank's integer (below 2**63), by rank.
+
+    Collective: every rank, same order. Blocks.
+    """
+    if group.world_size == 1:
+        return [value]
+    values = [torch.zeros(1, dtype=torch.int64) for _ in range(group.world_size)]
+    dist.all_gather(values, torch.tensor([value], dtype=torch.int64), group=group.process_group)
+    return [int(each) for each in values]
+
+
+def agree_on_seed(group: ReplicaGroup, seed: int | None) -> int:
+    """Return rank 0's seed on every rank; where it has none, one that it draws.
+
+    Collective: every rank. Blocks.
+    """
+    value = secrets.randbits(31) if seed is None else seed
+    return int(group.broadcast_object(value))
+
+
+class OrderAgreement:
+    """Compares what a user's sampler drew on each rank; all ranks go on with rank 0's.
+
+    Args:
+        group: Who takes part.
+        strict: Raise instead of warning.
+    """
+
+    def __init__(self, group: ReplicaGroup, *, strict: bool) -> None:
+        self._group = group
+        self._strict = strict
+        self._said: set[str] = set()
+
+    def __call__(self, order: Order, name: str) -> Order:
+        """Return the order to use.
+
+        Raises:
+            ConfigError: The ranks differ, and ``strict``.
+
+        Collective: every rank, when a pass begins whose order user code draws. Blocks. One integer a
+        rank; the whole order only if ranks differ.
+        """
+        if self._group.world_size == 1:
+            return order
+        hashes = gather_integers(self._group, order.fingerprint())
+        if len(set(hashes)) == 1:
+            return order
+        others = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+        message = (
+            f"{name} drew another order on rank(s) {others} than on rank 0, although all ran it under the"
+            " same seeds: it depends on something that differs between ranks, such as a generator of"
+            " its own. Seed it alike on all ranks."
+        )
+        if self._strict:
+            raise ConfigError(message)
+        if name not in self._said and self._group.rank == 0:
+            log.warning("lean_ddp: %s All ranks now use rank 0's order.", message)
+        self._said.add(name)
+        agreed: Order = self._group.broadcast_object(order)
+        return agreed
+
+
+class GroupAlignment:
+    """Stops all ranks at the same step, for loaders whose end nobody knows; see ``data.iterable``.
+
+    Args:
+        group: Who takes part.
+        uneven: ``"error"`` or ``"min"``.
+        same_data: What to do if ranks see the same first batch: ``"warn"``, ``"error"`` or ``"off"``.
+        name: The loader's class, for messages.
+    """
+
+    def __init__(self, group: ReplicaGroup, uneven: str, same_data: str, name: str) -> None:
+        self._group = group
+        self._uneven = uneven
+        self._same_data = same_data
+        self._name = name
+        self._looked = False
+        self._steps = 0
+
+    def first(self, batch: Any) -> None:
+        """Compare first batches, once.
+
+        Raises:
+            ConfigError: Ranks see the same data, and that is an error.
+
+        Collective: every rank, at its first batch. Blocks.
+        """
+        self._steps = 0
+        if self._looked or self._same_data not in ("warn", "error"):
+            return
+        self._looked = True
+        prints = gather_integers(self._group, batch_fingerprint(batch))
+        seen = [value for value in prints if value]
+        if len(seen) < 2 or len(set(seen)) == len(seen):
+            return
+        message = (
+            f"{self._name}: several of the {len(prints)} ranks got the same first batch. It seems that"
+            " every rank trains on the same data: as many times the cost, and the result of one rank."
+            " Choose iterable='shard' if the dataset yields everything in every process, or let the"
+            " dataset pick its part from rank and worker; iterable='off' silences this."
+        )
+        if self._same_data == "error":
+            raise ConfigError(message)
+        if self._group.rank == 0:
+            log.warning("lean_ddp: %s", message)
+
+    def post(self, has_next: bool) -> Callable[[], bool]:
+        """Say whether this rank has one more batch; the result waits for the others' word.
+
+        Raises:
+            UnevenShardError: From the returned function, on every rank, if some ranks have one more
+                and that is an error.
+
+        Collective: every rank, before each batch. Does not block; the returned function does.
+        """
+        flag = torch.tensor([int(has_next)], dtype=torch.int32)
+        work = dist.all_reduce(
+            flag, op=dist.ReduceOp.MIN, group=self._group.process_group, async_op=True
+        )
+
+        def all_have_one() -> bool:
+            if work is not None:
+                work.wait()
+            if int(flag):
+                self._steps += 1
+                return True
+            self._end(gather_integers(self._group, int(has_next)))
+            return False
+
+        return all_have_one
+
+    def _end(self, flags: Sequence[int]) -> None:
+        over = [rank for rank, flag in enumerate(flags) if not flag]
+        if len(over) == len(flags):
+            return
+        message = (
+            f"{self._name}: rank(s) {over} ran out of data after {self._steps} batches, while rank(s)"
+            f" {[rank for rank, flag in enumerate(flags) if flag]} have more."
+        )
+        if self._uneven == "error":
+            raise UnevenShardError(
+                f"{message} Give all ranks the same number of batches, or choose uneven_train='min' to"
+                " stop all of them here (iterable='shard' shares a dataset evenly).",
+                ranks=over,
+            )
+        if self._group.rank == 0:
+            log.info("lean_ddp: %s All ranks stop here (uneven_train='min').", message)

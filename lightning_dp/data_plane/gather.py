@@ -1,0 +1,161 @@
+"""Bring back together what ranks hold different numbers of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.errors import ConfigError
+
+
+def as_mean(tensor: Tensor, reduce_op: Any) -> Tensor:
+    """Return a tensor whose mean over ranks is not rounded: integers become float64.
+
+    Lightning counts samples in integers and takes their mean over ranks; both gloo and NCCL round it.
+    """
+    named = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor
+    if named not in ("mean", "avg", dist.ReduceOp.AVG):
+        return tensor
+    # MPS has no float64.
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+def pad_to_largest(tensor: Tensor, group: ReplicaGroup) -> tuple[Tensor, list[torch.Size]]:
+    """Pad ``tensor`` with zeros at the end of each dimension to the largest of all ranks.
+
+    Args:
+        tensor: Any shape; the number of dimensions must be the same on all ranks.
+        group: Who takes part.
+
+    Raises:
+        ConfigError: The number of dimensions differs.
+
+    Collective: every rank. Blocks.
+    """
+    shapes = [torch.Size(shape) for shape in group.all_gather_object(tuple(tensor.shape))]
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ConfigError(
+            f"all_gather of tensors with different numbers of dimensions: {[tuple(s) for s in shapes]} by"
+            " rank."
+        )
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    padding: list[int] = []
+    for size, most in zip(reversed(tensor.shape), reversed(largest), strict=True):
+        padding += [0, most - size]
+    return (functional.pad(tensor, padding) if any(padding) else tensor), shapes
+
+
+def gather_rows(rows: Tensor, indices: Sequence[Any], group: ReplicaGroup) -> Tensor:
+    """Return the rows of all ranks, sorted by ``indices``, each index once.
+
+    Args:
+        rows: Shape ``(n, ...)``; ``n`` may differ between ranks.
+        indices: The dataset index of each row; empty if unknown, then rows stay in the order of ranks.
+        group: Who takes part; of the CPU.
+
+    Returns:
+        Shape ``(all rows, ...)``, on the device of ``rows``.
+
+    Collective: every rank. Blocks.
+    """
+    plain = all(isinstance(index, int) for index in indices)
+    told = group.all_gather_object((list(indices) if plain else [], len(rows)))
+    gathered = _gather_padded(rows, [count for _, count in told], group)
+    known = [index for own, _ in told for index in own]
+    if len(known) != len(gathered):
+        return gathered
+    order = torch.tensor(known, dtype=torch.int64)
+    order, places = torch.sort(order, stable=True)
+    first = torch.ones(len(order), dtype=torch.bool)
+    first[1:] = order[1:] != order[:-1]  # a repeated sample counts once
+    return gathered[places[first].to(gathered.device)]
+
+
+def _gather_padded(rows: Tensor, counts: list[int], group: ReplicaGroup) -> Tensor:
+    if group.world_size == 1:
+        return rows
+    most = max(counts)
+    padded = functional.pad(rows, [0, 0] * (rows.dim() - 1) + [0, most - len(rows)]).contiguous()
+    parts = [torch.empty_like(padded) for _ in counts]
+    # The small group is of the CPU; anything else travels as the user's own all_gather would.
+    process_group = group.process_group if rows.device.type == "cpu" else None
+    dist.all_gather(parts, padded, group=process_group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def merge_batches(
+    predictions: list[Any], indices: list[list[Any]] | None, group: ReplicaGroup
+) -> list[Any]:
+    """Return the predictions of all ranks in the order of the dataset, as batches.
+
+    Predictions that can be taken apart into samples (tensors, lists, and dictionaries or tuples of them,
+    with one entry for each sample) are put together again in batches of the largest size seen. Others
+    stay whole, ordered by the first index of their batch. Without indices, ranks follow each other.
+
+    Args:
+        predictions: One entry for each batch of this rank.
+        indices: The dataset indices of each batch, or ``None``.
+        group: Who takes part.
+
+    Collective: every rank. Blocks.
+    """
+    told = group.all_gather_object((predictions, indices))
+    if any(known is None for _, known in told):
+        return [batch for batches, _ in told for batch in batches]
+    pairs = [pair for batches, known in told for pair in zip(known, batches, strict=True)]
+    samples: list[tuple[Any, Any]] = []
+    for known, batch in pairs:
+        apart = split_samples(batch, len(known))
+        if apart is None:
+            return [batch for _, batch in sorted(pairs, key=lambda pair: pair[0][:1])]
+        samples += zip(known, apart, strict=True)
+    samples.sort(key=lambda sample: sample[0])
+    size = max((len(known) for known, _ in pairs), default=1)
+    values = [value for _, value in samples]
+    return [join_samples(values[at : at + size]) for at in range(0, len(values), size)]
+
+
+def split_samples(batch: Any, count: int) -> list[Any] | None:
+    """Take a batch of predictions apart into ``count`` samples; ``None`` if that is not possible."""
+    if isinstance(batch, Tensor):
+        return list(batch) if batch.dim() and len(batch) == count else None
+    if isinstance(batch, Mapping):
+        columns = _columns(list(batch.values()), count)
+        keys = list(batch)
+        return columns and [dict(zip(keys, row, strict=True)) for row in columns]
+    if isinstance(batch, (list, tuple)):
+        if all(isinstance(value, (Tensor, Mapping)) for value in batch):
+            columns = _columns(list(batch), count)
+            if columns is not None:
+                return columns
+        return list(batch) if len(batch) == count else None
+    return None
+
+
+def _columns(values: list[Any], count: int) -> list[Any] | None:
+    """Take several values apart at once: one tuple for each sample."""
+    apart = [column for value in values if (column := split_samples(value, count)) is not None]
+    if not values or len(apart) != len(values):
+        return None
+    return list(zip(*apart, strict=True))
+
+
+def join_samples(samples: list[Any]) -> Any:
+    """Put samples together as :func:`split_samples` found them."""
+    first = samples[0]
+    if isinstance(first, Tensor):
+        same = all(value.shape == first.shape for value in samples)
+        return torch.stack(samples) if same else samples
+    if isinstance(first, Mapping):
+        return {key: join_samples([value[key] for value in samples]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(join_samples(list(column)) for column in zip(*samples, strict=True))
+    return samples

@@ -1,0 +1,222 @@
+"""``DataPlane``: what the strategy delegates to for everything that concerns data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_dp import loader_seams, trainer_seams
+from lightning_dp.data.draw import seed_everywhere
+from lightning_dp.data.loader import Shard
+from lightning_dp.data.order import mix
+from lightning_dp.data_plane import gather
+from lightning_dp.data_plane.common import Ranks, log
+from lightning_dp.data_plane.evaluation import EvaluationData, stage_of
+from lightning_dp.data_plane.exchange import OrderAgreement, agree_on_seed, close_group, open_group
+from lightning_dp.data_plane.options import DataOptions
+from lightning_dp.data_plane.place import place, tell_batch_size
+from lightning_dp.data_plane.resume import Resume
+from lightning_dp.data_plane.save import end, save
+from lightning_dp.data_plane.training import TrainingData
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class DataPlane:
+    """Follows the Trainer's life cycle, from ``connect`` to ``teardown``.
+
+    Args:
+        options: Checked options.
+        timeout: For the small exchanges between ranks.
+    """
+
+    def __init__(self, options: DataOptions, timeout: timedelta | None = None) -> None:
+        self.options = options
+        self._timeout = timeout
+        self._trainer: pl.Trainer | None = None
+        self._give_back: Callable[[], None] | None = None
+        self._hands_off = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._ranks: Ranks | None = None
+        self._resume: Resume | None = None
+        self._training: TrainingData | None = None
+        self._evaluation: EvaluationData | None = None
+
+    # Life time
+
+    def connect(self, module: pl.LightningModule) -> None:
+        """Take sampling over from the Trainer, before it looks at any loader. Local."""
+        trainer = trainer_seams.attached_trainer(module)
+        if trainer is None or self._give_back is not None:
+            return
+        self._trainer = trainer
+        self._hands_off = not loader_seams.user_wants_sharding(trainer)
+        self._give_back = loader_seams.take_over_loaders(trainer)
+        if self._give_back is None:
+            self._hands_off = True
+            log.warning(
+                "lean_ddp: this version of Lightning keeps the sampling of data to itself; its own rules"
+                " apply: evaluation counts some samples twice, and a resumed epoch starts at its head."
+            )
+
+    def teardown(self) -> None:
+        """Give everything back. Local."""
+        if self._give_back is not None:
+            self._give_back()
+        if self._ranks is not None:
+            close_group(self._ranks.group)
+        # A checkpoint may still be written after fit: what it needs stays.
+        training = self._training
+        self._forget()
+        self._training, self._give_back = training, None
+
+    def _meet(self) -> Ranks:
+        if self._ranks is None:
+            group = open_group(self._timeout)
+            seed = agree_on_seed(group, self._seed())
+            options = self.options
+            self._ranks = Ranks(
+                group=group,
+                shard=Shard(group.rank, group.world_size, seed),
+                options=options,
+                agree=OrderAgreement(group, strict=options.strict_data),
+                hands_off=self._hands_off,
+            )
+        return self._ranks
+
+    def _seed(self) -> int | None:
+        given = os.environ.get("PL_GLOBAL_SEED")  # what seed_everything leaves, also for ddp
+        if given:
+            return int(given)
+        if self._resume is None:
+            return None
+        return self._resume.state.seed if self._resume.state is not None else 0  # ddp's default
+
+    # Loaders
+
+    def barrier(self, name: object) -> None:
+        """Take note of a barrier: Lightning announces a new set of loaders by one. Local."""
+        if self._trainer is None or not loader_seams.is_new_set_of_loaders(name):
+            return
+        stage = stage_of(self._trainer)
+        if stage == "train":
+            self._train_data().begin_set()
+        elif self._evaluation is not None:
+            self._evaluation.begin_set(stage)
+
+    def process_dataloader(self, loader: Any) -> Any:
+        """Return what Lightning should iterate over in the place of ``loader``.
+
+        Collective: every rank, for each loader in turn. Blocks.
+        """
+        if self._trainer is None:
+            return loader
+        stage = stage_of(self._trainer)
+        if stage == "train":
+            return self._train_data().process(loader)
+        return self._eval_data().process(loader, stage)
+
+    def _train_data(self) -> TrainingData:
+        assert self._trainer is not None
+        if self._training is None or self._training.ranks is not self._ranks:
+            self._training = TrainingData(self._meet(), self._trainer, self._resume)
+        return self._training
+
+    def _eval_data(self) -> EvaluationData:
+        assert self._trainer is not None
+        if self._evaluation is None:
+            self._evaluation = EvaluationData(self._meet(), self._trainer)
+        return self._evaluation
+
+    # Training
+
+    def begin_training(self) -> None:
+        """When training starts: place the loops of a resumed run, and say what a step consists of."""
+        if self._training is None:
+            return
+        place(self._training)
+        tell_batch_size(self._training)
+        if self.options.rank_rng == "all":
+            shard = self._training.ranks.shard
+            seed = mix(shard.seed, self._training.current_epoch(), shard.rank)
+            seed_everywhere(seed)
+            torch.manual_seed(seed)  # accelerators too
+
+    def batch_begins(self) -> None:
+        """Count a training batch. Local."""
+        if self._training is not None:
+            self._training.batch_begins()
+
+    def end_training(self) -> None:
+        """When training has ended. Collective: every rank if a training loader is stateful."""
+        if self._training is not None:
+            end(self._training)
+
+    # Checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the data state. After the window's entry, which decides where the state is.
+
+        Collective: every rank if a training loader is stateful, unless training is failing.
+        """
+        if self._training is not None and self._training.entries:
+            save(self._training, checkpoint)
+
+    def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Remember where a loaded checkpoint says training is. Local."""
+        if self._trainer is not None and stage_of(self._trainer) == "train":
+            self._resume = Resume.read(checkpoint)
+
+    # Evaluation
+
+    @contextmanager
+    def evaluation_step(self) -> Iterator[None]:
+        """Around ``validation_step`` and ``test_step``."""
+        if self._evaluation is None:
+            yield
+            return
+        with self._evaluation.step():
+            yield
+
+    def before_reduce(self, tensor: Any, reduce_op: Any) -> Any:
+        """Return what to reduce in the place of ``tensor``: a mean of integers must not be rounded.
+
+        Raises:
+            UnevenShardError: Inside a step that not all ranks make.
+        """
+        if self._evaluation is not None:
+            self._evaluation.check_step("A reduction (self.log with sync_dist=True?)")
+        return gather.as_mean(tensor, reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    def before_all_gather(self, tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:
+        """Return what to gather in the place of ``tensor``: of one shape on all ranks.
+
+        Raises:
+            UnevenShardError: Inside a step that not all ranks make.
+
+        Collective: every rank, where shares are uneven. Blocks.
+        """
+        if self._evaluation is None:
+            return tensor
+        self._evaluation.check_step("all_gather")
+        return self._evaluation.padded(tensor, group, sync_grads=sync_grads)
+
+    def gather_ragged(self, rows: Tensor, dataloader_idx: int) -> Tensor:
+        """See ``LeanDDPStrategy.gather_ragged``. Collective: every rank. Blocks."""
+        evaluation = self._eval_data()
+        evaluation.check_step("gather_ragged")
+        return evaluation.gather_ragged(rows, dataloader_idx)
+
+    def predict_ends(self) -> None:
+        """Merge predictions, if the user wants that. Collective: every rank. Blocks."""
+        if self.options.gather_predictions and self._evaluation is not None:
+            self._evaluation.merge_predictions()

@@ -1,0 +1,82 @@
+"""Training loaders whose batches are not ours: data that only yields, and loaders sharded by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightning_dp.data.draw import sized
+from lightning_dp.data.iterable import align, shard_iterable
+from lightning_dp.data.loader import copy_loader
+from lightning_dp.data_plane.common import Ranks, divide_batch
+from lightning_dp.data_plane.exchange import GroupAlignment
+from lightning_dp.errors import UnevenShardError
+
+
+def is_stream(loader: Any) -> bool:
+    """Whether ``loader`` is a DataLoader over an iterable dataset."""
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+
+
+def prepare_stream(
+    loader: Any, ranks: Ranks, trained: Callable[[], int], keep: int, *, training: bool
+) -> Any:
+    """Return what to iterate over in the place of ``loader``.
+
+    Args:
+        loader: A loader that we give no batch sampler.
+        ranks: Who shares the data, and how.
+        trained: Returns how many batches were trained so far.
+        keep: How many batches back a stateful loader's state must be known.
+        training: Whether all ranks must make equal steps.
+
+    Raises:
+        UnevenShardError: Lengths differ between ranks, and that is an error.
+
+    Collective: every rank, for each loader in turn. Blocks.
+    """
+    options = ranks.options
+    if is_stream(loader) and not ranks.hands_off:
+        if options.batch_size == "global" and loader.batch_size is not None:
+            loader = _with_batch_size(loader, divide_batch(loader.batch_size, ranks.world_size))
+        if options.iterable == "shard":
+            shard = ranks.shard
+            loader = shard_iterable(loader, shard.rank, shard.world_size, equal=training)
+    if not training:
+        return loader
+    length = _common_length(loader, ranks)
+    by_user = isinstance(loader, DataLoader) and not is_stream(loader)
+    if by_user and length is None:
+        return loader  # its length is known, and the same everywhere
+    alignment = None
+    if ranks.world_size > 1:
+        same_data = "off" if ranks.hands_off or by_user else options.iterable
+        name = type(getattr(loader, "dataset", loader)).__name__
+        alignment = GroupAlignment(ranks.group, options.uneven_train, same_data, name)
+    return align(loader, trained, alignment, length, keep)
+
+
+def _common_length(loader: Any, ranks: Ranks) -> int | None:
+    """Compare lengths; return the least where they differ and that is allowed."""
+    lengths = ranks.group.all_gather_object(sized(loader))
+    if len(set(lengths)) == 1:
+        return None
+    least: int = min(length for length in lengths if length is not None)
+    short = [rank for rank, length in enumerate(lengths) if length == least]
+    if ranks.options.uneven_train == "error":
+        raise UnevenShardError(
+            f"The training loader ({type(loader).__name__}) has another number of batches on each rank:"
+            f" {lengths} by rank. Rank(s) {short} would run out first. Give all ranks the same number, or"
+            f" choose uneven_train='min' to stop all of them after {least}.",
+            ranks=short,
+        )
+    return least
+
+
+def _with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+    entries: dict[str, Any] = {"batch_size": size}
+    if type(loader.batch_sampler) is BatchSampler:
+        entries["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
+    return copy_loader(loader, **entries)
