@@ -1,4 +1,4 @@
-"""Imports go one way, private names stay in the two seams, and long files give a reason."""
+"""Imports go one way, private names stay in the seams, and long files give a reason."""
 
 import ast
 import re
@@ -20,8 +20,8 @@ SIBLINGS_APART = {"engine", "data"}  # same layer, and neither may know the othe
 # The demos are written as a user would write them.
 KNOWS_NOTHING_OF_US = {"demos"}
 TORCH_ONLY = {"errors", "engine", "data"}
-SEAMS = {"engine/autograd_seams.py", "trainer_seams.py"}
-HYDRA_ALLOWED = {"app", "trainer_seams"}
+# Files for private names: one for torch's autograd, the others for Lightning and Hydra.
+SEAMS = re.compile(r"engine/autograd_seams\.py|[a-z]+_seams\.py")
 MAX_LINES = 250
 
 
@@ -31,7 +31,7 @@ def unit_of(path: Path) -> str:
 
 
 def layer_of(unit: str) -> int:
-    return LAYERS.get(unit, STRATEGY)
+    return LAYERS.get(unit, LAYERS["faults"] if unit.endswith("_seams") else STRATEGY)
 
 
 def imports_of(tree: ast.AST, inside: str) -> Iterator[tuple[str, bool]]:
@@ -66,7 +66,7 @@ def violations(root: Path) -> list[str]:
 def refused(path: Path, unit: str, name: str, only_types: bool) -> str | None:
     top, *rest = name.split(".")
     if any(re.fullmatch(r"_[a-zA-Z0-9].*", part) for part in rest) and top != PACKAGE:
-        return None if path.as_posix() in SEAMS else "private names live in the seams"
+        return None if SEAMS.fullmatch(path.as_posix()) else "private names live in the seams"
     if top == PACKAGE:
         if unit in KNOWS_NOTHING_OF_US and rest[0] not in KNOWS_NOTHING_OF_US:
             return "the demos know nothing of us"
@@ -80,7 +80,7 @@ def refused(path: Path, unit: str, name: str, only_types: bool) -> str | None:
         if {other, unit} == SIBLINGS_APART:
             return f"{unit} and {other} do not know each other"
         return None
-    if top in ("hydra", "omegaconf") and unit not in HYDRA_ALLOWED:
+    if top in ("hydra", "omegaconf") and unit != "app" and not SEAMS.fullmatch(path.as_posix()):
         return "hydra is for the application"
     if unit in TORCH_ONLY and top not in {"torch", "__future__"} | sys.stdlib_module_names:
         return f"{unit} imports torch and the standard library only"
@@ -109,6 +109,8 @@ def test_imports_go_one_way():
         ("strategy.py", "from lightning_dp import __version__"),
         ("strategy.py", "from lightning_dp.app.train import train"),
         ("strategy.py", "import hydra"),
+        ("launch/launcher.py", "def f():\n    from hydra.core.hydra_config import HydraConfig"),
+        ("engine/other_seams.py", "from torch._utils import x"),
         ("strategy.py", "from hydra._internal.utils import get_args_parser"),
         ("demos/digits.py", "import lightning_dp.engine"),
     ],
@@ -127,6 +129,7 @@ def test_control_each_wrong_import_is_found(tmp_path, file, line):
         ("engine/autograd_seams.py", "from torch._C import _functions"),
         ("faults/watch.py", "from lightning_dp.engine.group import ReplicaGroup\nimport lightning"),
         ("measure/monitor.py", "from lightning import Callback"),
+        ("run_seams.py", "from hydra._internal.utils import get_args_parser"),
         ("app/train.py", "import hydra\nfrom lightning_dp import __version__"),
         ("engine/bucket.py", "if TYPE_CHECKING:\n    from lightning_dp.strategy import X"),
     ],
