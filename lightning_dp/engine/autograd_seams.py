@@ -97,18 +97,3 @@ def split_compiled_graphs(bucket_bytes_cap: int) -> Iterator[None]:
     finally:
         ddp._active_ddp_module = before
 
-
-def hash_tensor(tensor: Tensor) -> Tensor:
-    """Return a 64-bit digest of ``tensor``'s bytes, shape ``()``, on its device.
-
-    Falls back to a position-weighted integer sum where ``torch.hash_tensor`` is missing (torch 2.8).
-    """
-    flat = tensor.detach().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    if hasattr(torch, "hash_tensor") and flat.numel():
-        digest: Tensor = torch.hash_tensor(flat)
-        return digest.view(torch.int64)
-    integers = flat.contiguous().view(torch.uint8).to(torch.int64)
-    places = torch.arange(1, integers.numel() + 1, device=integers.device)
-    return (integers * (places * 1_000_003 + 7)).sum()

@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from lightning_dp.engine import replicas
-from lightning_dp.engine.autograd_seams import hash_tensor
+from lightning_dp.engine.bucket import Slot
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reducer import Reducer
 from lightning_dp.errors import ReplicaMismatchError, some_names
 
-_MIX = 6364136223846793005  # Knuth's MMIX multiplier: makes the sum depend on the position
+log = logging.getLogger(__name__)
+
+_MIX = 6364136223846793005  # Knuth's MMIX multiplier: makes a sum depend on the position
+_CHUNK = 2**18  # words that are weighted at a time: bounds the memory to some MiB
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digests(reducer: Reducer) -> Tensor:
-    """Return one 64-bit digest a parameter, shape ``(num_parameters + 1,)``, int64, on the device.
+class Summary(NamedTuple):
+    """What is compared, by parameter; sent only after the 8 bytes differed.
 
-    The last one stands for what is not a value: which parameters are trainable, and the layout.
+    Attributes:
+        names: Of all parameters.
+        trainable: Which of them require a gradient.
+        values: A digest of each one's bytes.
+        layout: Parameter numbers by bucket.
     """
-    slots = reducer.registry.slots
-    shape = [(slot.index, slot.param.requires_grad) for slot in slots], reducer.layout.signature
-    structure = int.from_bytes(_sha(repr(shape)), "big", signed=True)
-    values = [hash_tensor(slot.param) for slot in slots]
-    last = torch.tensor(structure, dtype=torch.int64, device=reducer.group.device)
-    return torch.stack([*values, last])
+
+    names: list[str]
+    trainable: list[bool]
+    values: list[int]
+    layout: list[list[int]]
 
 
-def _sha(text: str) -> bytes:
-    import hashlib
+def digest(tensor: Tensor) -> Tensor:
+    """Return a 64-bit digest of ``tensor``'s elements in logical order, shape ``()``, on its device.
 
-    return hashlib.sha256(text.encode()).digest()[:8]
+    A sum of the words, each times an odd pseudo-random number of its place, modulo 2**64. One changed
+    bit always changes it; moved elements and constant tensors differ too, which an exclusive or
+    (``torch.hash_tensor``) does not see.
+    """
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    words = flat.contiguous().view(_WORDS[flat.element_size()])
+    weights = _weights(flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for chunk in words.split(_CHUNK):
+        total = total * _MIX + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
+    return total
+
+
+@lru_cache(maxsize=8)
+def _weights(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(_MIX % 2**31)
+    bits = torch.randint(-(2**63), 2**63 - 1, (_CHUNK,), generator=generator, dtype=torch.int64)
+    return (bits | 1).to(device)
 
 
 def check_replicas(reducer: Reducer, step: int, on_mismatch: str = "raise") -> bool:
@@ -39,7 +70,9 @@ def check_replicas(reducer: Reducer, step: int, on_mismatch: str = "raise") -> b
     Args:
         reducer: Whose parameters.
         step: The optimizer step, for the message.
-        on_mismatch: ``"raise"``, or ``"rebroadcast"`` to go on from rank 0's values.
+        on_mismatch: ``"raise"``, or ``"rebroadcast"`` to go on from rank 0's values. That mends values
+            only (optimizer state that differs would drive them apart again, and is seen then); a
+            difference in what is trainable always raises.
 
     Returns:
         Whether all were equal.
@@ -52,28 +85,63 @@ def check_replicas(reducer: Reducer, step: int, on_mismatch: str = "raise") -> b
     group: ReplicaGroup = reducer.group
     if group.world_size == 1:
         return True
-    mine = digests(reducer)
-    places = torch.arange(1, mine.numel() + 1, device=mine.device)
-    total = int((mine * (places * _MIX)).sum())
-    totals = group.all_gather_object(total)
-    if len(set(totals)) == 1:
+    slots = [slot for slot in reducer.registry.slots if not slot.gone]
+    values = [digest(slot.param) for slot in slots]
+    mine = torch.stack(values).tolist() if values else []
+    summary = _summary(reducer, slots, mine)
+    total = hashlib.sha256(repr(summary).encode()).digest()[:8]
+    if len(set(group.all_gather_object(total))) == 1:
         return True
-    everyone = torch.tensor(group.all_gather_object(mine.tolist()))
-    differs = (everyone != everyone[0]).any(dim=0).nonzero().flatten().tolist()
-    ranks = (everyone != everyone[0]).any(dim=1).nonzero().flatten().tolist()
-    slots = reducer.registry.slots
-    names = [slots[place].name for place in differs if place < len(slots)]
-    what = f"parameters {some_names(names)}" if names else "the set of trainable parameters"
-    message = (
-        f"[rank {group.rank}] replicas are no longer identical at optimizer step {step}: {what} differ"
-        f" from rank 0's on rank(s) {ranks}. Something changed them on one rank only (a step under"
-        " `if rank == 0`, an unseeded re-initialisation, or a parameter replaced by hand)."
-    )
-    if on_mismatch == "raise" or not names:
-        raise ReplicaMismatchError(message, names=names, ranks=ranks)
-    if group.rank == 0:
-        import logging
-
-        logging.getLogger(__name__).warning("%s Going on from rank 0's values.", message)
+    _explain(group, group.all_gather_object(summary), step, on_mismatch)
     replicas.broadcast([slot.param for slot in slots], group)
     return False
+
+
+def _summary(reducer: Reducer, slots: list[Slot], values: list[int]) -> Summary:
+    return Summary(
+        names=[slot.name for slot in slots],
+        trainable=[slot.param.requires_grad for slot in slots],
+        values=values,
+        layout=reducer.layout.signature,
+    )
+
+
+def _explain(
+    group: ReplicaGroup, everyone: list[Summary], step: int, on_mismatch: str
+) -> None:
+    """Say what differs; raise unless it can be, and shall be, mended by a broadcast."""
+    first = everyone[0]
+    for field, what in (
+        ("names", "the set of parameters differs"),
+        ("trainable", "requires_grad differs"),
+        ("layout", "the bucket layout differs"),
+        ("values", "the values differ"),
+    ):
+        ranks = [r for r, other in enumerate(everyone) if getattr(other, field) != getattr(first, field)]
+        if not ranks:
+            continue
+        names = _differing(first, [everyone[rank] for rank in ranks], field)
+        message = (
+            f"[rank {group.rank}] replicas are no longer identical at optimizer step {step}: {what} for"
+            f" {some_names(names) if names else 'all parameters'} on rank(s) {ranks}, compared with rank"
+            " 0. Something changed them on one rank only (a step under `if rank == 0`, an unseeded"
+            " re-initialisation, a parameter replaced or frozen by hand)."
+        )
+        if on_mismatch == "raise" or field != "values":
+            raise ReplicaMismatchError(message, names=names, ranks=ranks)
+        if group.rank == 0:
+            log.warning("%s Going on from rank 0's values.", message)
+
+
+def _differing(first: Summary, others: list[Summary], field: str) -> list[str]:
+    if field == "layout":
+        return []
+    if field == "names":
+        sets = [set(first.names) ^ set(other.names) for other in others]
+        return sorted(set().union(*sets)) or first.names[:1]
+    mine = getattr(first, field)
+    return [
+        name
+        for place, name in enumerate(first.names)
+        if any(getattr(other, field)[place] != mine[place] for other in others)
+    ]

@@ -68,7 +68,8 @@ def _finish_together(reducer: Reducer, session: Session) -> None:
         and not slot.planned
         and session.partition in (None, slot.partition)
     ]
-    if session.sequence or (reducer.layout.sparse and not unplanned):
+    sparse = _sparse(reducer, session)
+    if session.sequence or (sparse and not unplanned):
         tail = _round(reducer, session, new=bool(unplanned))
     # Reading the tail would stop the host of an accelerator; there each rank trusts its own view.
     read = reducer.group.host_reads_are_free
@@ -77,10 +78,22 @@ def _finish_together(reducer: Reducer, session: Session) -> None:
         later = _round(reducer, session, new=False)
         tail = tail if tail is not None else later
     if tail is not None:
-        reduce_sparse(reducer.layout.sparse, reducer.group)
-        sparse_grads = [slot.param.grad for slot in reducer.layout.sparse]
-        _scale(sparse_grads, _factor(reducer, tail))
+        sparse = _sparse(reducer, session)
+        reduce_sparse(sparse, reducer.group)
+        _scale([slot.param.grad for slot in sparse], _factor(reducer, tail))
         reducer.keep_totals(tail)
+
+
+def _sparse(reducer: Reducer, session: Session) -> list[Slot]:
+    """Sparse slots that take part, by the rule for buckets; look at their values if asked to."""
+    slots = [
+        slot
+        for slot in reducer.layout.sparse
+        if slot.param.requires_grad and session.partition in (None, slot.partition)
+    ]
+    if reducer.check_finite != "off":
+        session.check_sparse(slots)
+    return slots
 
 
 def _plan(reducer: Reducer, session: Session, unplanned: list[Slot]) -> None:
@@ -90,7 +103,7 @@ def _plan(reducer: Reducer, session: Session, unplanned: list[Slot]) -> None:
     """
     # Outside of a backward nothing fired: what has a gradient then stands for the order of arrival.
     present = [slot for slot in reversed(unplanned) if slot.param.grad is not None]
-    fired = list(session.fired.values()) or present
+    fired = [slot for slot in session.fired.values() if not slot.planned] or present
     grads = {slot.index: slot.param.grad for slot in unplanned}
     agreement = agree(
         Profile(
@@ -98,7 +111,11 @@ def _plan(reducer: Reducer, session: Session, unplanned: list[Slot]) -> None:
             fired=[slot.index for slot in fired],
             repeated=sorted(session.repeated),
             nested=sorted(session.nested),
-            sparse=[n for n, grad in grads.items() if grad is not None and grad.is_sparse],
+            sparse=[
+                slot.index
+                for slot in unplanned
+                if (slot.sparse if slot.param.grad is None else slot.param.grad.is_sparse)
+            ],
         ),
         reducer.group,
         reducer.registry.names,

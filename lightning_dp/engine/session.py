@@ -191,7 +191,9 @@ def fill(bucket: Bucket, session: Session, *, empty: bool = False, check: bool =
 
 def _check_finite(bucket: Bucket, session: Session) -> None:
     views = [slot.view for slot in bucket.slots if slot.view is not None]
-    squared = torch.stack([norm.float() for norm in torch._foreach_norm(views)]).square()
+    wide = torch.promote_types(bucket.dtype, torch.float32)  # a half's norm overflows before it does
+    norms = torch._foreach_norm(views, 2, wide)
+    squared = torch.stack([norm.double() for norm in norms]).square()
     session.squared_norm += float(squared.sum())
     if not torch.isfinite(squared).all():
         finite = [bool(torch.isfinite(view).all()) for view in views]
