@@ -28,6 +28,7 @@ class Slot:
     __slots__ = (
         "bucket",
         "deferred",
+        "expects_sparse",
         "fires",
         "gone",
         "grad_view",
@@ -56,6 +57,7 @@ class Slot:
         self.nested = False  # fires inside a re-entrant backward, and only once
         self.deferred = False  # may fire more than once: its bucket is sent last
         self.sparse = False
+        self.expects_sparse = False  # the weight of an Embedding(sparse=True)
         self.gone = False  # no longer in the module: its place stays, its memory does not
 
     def let_go(self) -> None:

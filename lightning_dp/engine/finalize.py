@@ -14,7 +14,7 @@ from lightning_dp.engine.agreement import Profile, agree, raise_remote_errors
 from lightning_dp.engine.bucket import Bucket, Slot
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.report import Report
-from lightning_dp.engine.sparse import reduce_sparse
+from lightning_dp.engine.sparse import check_sparse, reduce_sparse
 from lightning_dp.engine.timing import now
 from lightning_dp.engine.window import CONTROL_SIZE, Control
 from lightning_dp.engine.wire import InFlight
@@ -68,8 +68,9 @@ def _finish_together(reducer: Reducer, session: Session) -> None:
         and not slot.planned
         and session.partition in (None, slot.partition)
     ]
-    sparse = _sparse(reducer, session)
-    if session.sequence or (sparse and not unplanned):
+    if reducer.check_finite != "off":
+        check_sparse(reducer.registry.slots, session)
+    if session.sequence or (_sparse(reducer, session) and not unplanned):
         tail = _round(reducer, session, new=bool(unplanned))
     # Reading the tail would stop the host of an accelerator; there each rank trusts its own view.
     read = reducer.group.host_reads_are_free
@@ -85,15 +86,12 @@ def _finish_together(reducer: Reducer, session: Session) -> None:
 
 
 def _sparse(reducer: Reducer, session: Session) -> list[Slot]:
-    """Sparse slots that take part, by the rule for buckets; look at their values if asked to."""
-    slots = [
+    """Slots with sparse gradients that take part, by the rule for buckets."""
+    return [
         slot
         for slot in reducer.layout.sparse
         if slot.param.requires_grad and session.partition in (None, slot.partition)
     ]
-    if reducer.check_finite != "off":
-        session.check_sparse(slots)
-    return slots
 
 
 def _plan(reducer: Reducer, session: Session, unplanned: list[Slot]) -> None:
@@ -104,7 +102,6 @@ def _plan(reducer: Reducer, session: Session, unplanned: list[Slot]) -> None:
     # Outside of a backward nothing fired: what has a gradient then stands for the order of arrival.
     present = [slot for slot in reversed(unplanned) if slot.param.grad is not None]
     fired = [slot for slot in session.fired.values() if not slot.planned] or present
-    grads = {slot.index: slot.param.grad for slot in unplanned}
     agreement = agree(
         Profile(
             trainable=[slot.index for slot in unplanned],
@@ -114,7 +111,7 @@ def _plan(reducer: Reducer, session: Session, unplanned: list[Slot]) -> None:
             sparse=[
                 slot.index
                 for slot in unplanned
-                if (slot.sparse if slot.param.grad is None else slot.param.grad.is_sparse)
+                if (slot.expects_sparse if slot.param.grad is None else slot.param.grad.is_sparse)
             ],
         ),
         reducer.group,

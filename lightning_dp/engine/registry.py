@@ -115,10 +115,16 @@ class Registry:
         """
         parameters = named_parameters(self.module)
         refuse_unusable(parameters, self.device)
+        sparse = {
+            id(child.weight)
+            for child in self.module.modules()
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+        }
         new = []
         for name, param in self.missing().items():
             slot = Slot(len(self.slots), name, param, self.partition_of(param))
             self._known.add(id(param))
+            slot.expects_sparse = id(param) in sparse
             self.slots.append(slot)
             new.append(slot)
         return new
