@@ -64,17 +64,16 @@ def read_metrics(folder: Path) -> dict[str, Points]:
 def draw_curves(folder: Path) -> Path | None:
     """Draw every metric against the optimizer step into curves.png, one panel for each quantity.
 
-    ``train/loss``, ``train/loss_epoch`` and ``val/loss`` share the panel *loss*. A result of testing
-    is a dashed line with its value in the legend.
+    ``train/loss``, ``train/loss_epoch`` and ``val/loss`` share the panel *loss*, and all that
+    Lightning's LearningRateMonitor logs share one. A result of testing is a dashed line with its value
+    in the legend.
 
     Returns:
         The picture's path, or None where nothing was logged.
     """
     panels: dict[str, list[tuple[str, Points]]] = defaultdict(list)
     for name, points in sorted(read_metrics(folder).items(), key=_reading_order):
-        stage, _, quantity = name.rpartition("/")
-        quantity = quantity.removesuffix("_step").removesuffix("_epoch")
-        panels[quantity if stage in _COLOURS else name].append((name, points))
+        panels[_quantity(name)].append((name, points))
     if not panels:
         return None
     figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
@@ -85,6 +84,14 @@ def draw_curves(folder: Path) -> Path | None:
     with mpl.rc_context({"font.size": 9}):
         figure.savefig(path, dpi=130)
     return path
+
+
+def _quantity(name: str) -> str:
+    """The panel that a metric belongs to."""
+    if name.startswith("lr-"):
+        return "learning rate"
+    stage, _, quantity = name.rpartition("/")
+    return quantity.removesuffix("_step").removesuffix("_epoch") if stage in _COLOURS else name
 
 
 def _reading_order(item: tuple[str, Points]) -> tuple[int, str]:

@@ -206,7 +206,6 @@ class BytesModule(L.LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Bits per byte on files that are not trained on."""
         bits = self.bits_per_byte(batch)
-        self.log("val/loss", bits * math.log(2), sync_dist=True)
         self.log("val/bits_per_byte", bits, sync_dist=True, prog_bar=True)
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
