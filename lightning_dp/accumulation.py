@@ -11,7 +11,6 @@ from lightning_dp import trainer_seams
 from lightning_dp.engine.reducer import Reducer
 from lightning_dp.engine.window import AccumulationWindow
 from lightning_dp.engine.window_state import load_window_state, window_state
-from lightning_dp.errors import ConfigError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -223,50 +222,3 @@ class WindowKeeper:
         load_window_state(reducer, self._restored, self.steps)
         # ``begin_batch`` has not seen these micro-batches run: the position is already right.
         self._ran = self._stepped = False
-
-
-def batch_plan(
-    batch: Mapping[str, Any] | None, world_size: int, accumulate: int
-) -> tuple[int, int | None]:
-    """Work out the accumulation from a global batch: ``global = micro * ranks * accumulate``.
-
-    Args:
-        batch: ``{"global": 512, "micro": 16, "accumulate": "auto"}``; ``None`` leaves all as it is.
-        world_size: Ranks over all nodes.
-        accumulate: The Trainer's ``accumulate_grad_batches``.
-
-    Returns:
-        Micro-batches a window, and the micro-batch that loaders must have (``None``: any).
-
-    Raises:
-        ConfigError: The numbers contradict each other; names all three and the nearest that would do.
-    """
-    if batch is None:
-        return accumulate, None
-    unknown = set(batch) - {"global", "micro", "accumulate"}
-    if unknown:
-        raise ConfigError(f"batch has no {sorted(unknown)}; it takes global, micro and accumulate.")
-    total, micro, steps = batch.get("global"), batch.get("micro"), batch.get("accumulate", "auto")
-    for name, value in (("global", total), ("micro", micro)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(
-                f"batch.{name}={value!r} is not possible; it must be a whole number above 0."
-            )
-    assert isinstance(total, int)
-    assert isinstance(micro, int)
-    per_step = micro * world_size
-    if steps == "auto" and total % per_step == 0:
-        steps = total // per_step
-    if not isinstance(steps, int) or steps * per_step != total:
-        near = max(1, round(total / per_step))
-        raise ConfigError(
-            f"batch.global={total} is not batch.micro={micro} x {world_size} rank(s) x"
-            f" accumulate={batch.get('accumulate', 'auto')}. Nearest that fit: global={near * per_step}"
-            f" with accumulate={near}."
-        )
-    if accumulate not in (1, steps):
-        raise ConfigError(
-            f"trainer.accumulate_grad_batches={accumulate} contradicts batch: global={total}, micro="
-            f"{micro} on {world_size} rank(s) needs {steps}. Leave it out, or set it to {steps}."
-        )
-    return steps, micro

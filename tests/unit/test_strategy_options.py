@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_dp
 from lightning_dp import LeanDDPStrategy
-from lightning_dp.accumulation import batch_plan
+from lightning_dp.batch_plan import batch_plan
 from lightning_dp.errors import ConfigError, LeanDDPError
 
 

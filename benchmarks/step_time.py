@@ -1,0 +1,241 @@
+"""Step time of ``lean_ddp`` beside Lightning's ``ddp``, in paired rounds of one launch.
+
+    python benchmarks/step_time.py --ranks 2 --models transformer mlp
+    bash benchmarks/hosts.sh 1gbit 2 python benchmarks/step_time.py --models transformer mlp
+
+Every rank runs short fits of all contenders in turn, round after round, and takes the median of each
+fit's steps (from one batch's start to the next one's: forward, backward, optimizer and everything that
+the Trainer and the strategy do in between). What is quoted is the ratio to ``ddp`` *within a round*:
+the machine's drift hits both. The spread is that of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+
+from benchmarks.models import job
+from lightning_dp import LeanDDPStrategy
+
+WARM_UP = 4
+
+
+class NoSync(DDPStrategy):
+    """Every rank alone: what a step costs without any synchronisation."""
+
+    def configure_ddp(self):
+        pass
+
+
+def contender(name: str):
+    """Make a strategy from its name: ``ddp``, ``ddp:bucket_cap_mb=2``, ``lean``, ``alone``."""
+    kind, _, text = name.partition(":")
+    options = dict(part.split("=") for part in text.split(",") if part)
+    options = {key: json.loads(value) for key, value in options.items()}
+    cls = {"ddp": DDPStrategy, "lean": LeanDDPStrategy, "alone": NoSync}[kind]
+    return cls(cluster_environment=LightningEnvironment(), **options)
+
+
+class Clock(pl.Callback):
+    """Wall and processor time from one batch's start to the next one's, after a warm-up."""
+
+    def __init__(self):
+        self.wall, self.cpu = [], []
+        self.bytes = self.exposed = None
+
+    def on_train_batch_start(self, trainer, *_):
+        now, cpu = time.perf_counter(), time.process_time()
+        if trainer.fit_loop.epoch_loop.batch_idx >= WARM_UP - 1:
+            self.wall.append(now - self.last[0])
+            self.cpu.append(cpu - self.last[1])
+        self.last = (now, cpu)
+
+    def on_train_end(self, trainer, module):
+        read = getattr(trainer.strategy, "step_stats", None)
+        stats = read() if read is not None else None
+        if stats is not None:
+            self.bytes, self.exposed = stats.bytes, stats.exposed_ms
+
+
+def one_fit(name, model, steps, accumulate, world_size, device):
+    module = job(model)
+    clock = Clock()
+    trainer = pl.Trainer(
+        strategy=contender(name),
+        accelerator=device,
+        devices=world_size,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    trainer.fit(module, module.loader((steps + WARM_UP) * accumulate))
+
+    def per_step(values):
+        """Milliseconds of an optimizer step: a window's batches together, the median window."""
+        windows = [sum(values[i : i + accumulate]) for i in range(0, len(values), accumulate)]
+        return 1e3 * statistics.median(windows)
+
+    return per_step(clock.wall), per_step(clock.cpu), clock.bytes, clock.exposed
+
+
+@contextmanager
+def quiet():
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning_dp").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    yield
+
+
+def spread(values):
+    values = sorted(values)
+    if len(values) < 4:
+        return f"{values[0]:.2f}..{values[-1]:.2f}"
+    quarter = len(values) // 4
+    return f"{values[quarter]:.2f}..{values[-1 - quarter]:.2f}"
+
+
+def measure(args):
+    """Run as one rank."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    args.ranks = world_size  # Lightning's environment forgets its variables after each fit
+    os.environ.setdefault("LOCAL_RANK", str(rank))
+    if args.pin:
+        os.sched_setaffinity(0, {rank % os.cpu_count()})
+    torch.set_num_threads(args.threads)
+    results = []
+    for model in args.models:
+        rounds = {name: [] for name in args.contenders}
+        for number in range(args.rounds):
+            order = list(args.contenders)
+            order = order[number % len(order) :] + order[: number % len(order)]
+            for name in order:
+                wall, cpu, nbytes, exposed = one_fit(
+                    name, model, args.steps, args.accumulate, world_size, args.device
+                )
+                both = torch.tensor([wall, cpu])
+                dist.all_reduce(both, op=dist.ReduceOp.MAX)  # the slowest rank is the step
+                rounds[name].append((*both.tolist(), nbytes, exposed))
+        base = rounds[args.contenders[0]]
+        for name, values in rounds.items():
+            ratios = [v[0] / b[0] for v, b in zip(values, base, strict=True)]
+            cpu_ratios = [v[1] / b[1] for v, b in zip(values, base, strict=True)]
+            exposed = [v[3] for v in values if v[3] is not None]
+            results.append(
+                {
+                    "model": model,
+                    "contender": name,
+                    "ms": statistics.median(v[0] for v in values),
+                    "ratio": statistics.median(ratios),
+                    "spread": spread(ratios),
+                    "cpu_ms": statistics.median(v[1] for v in values),
+                    "cpu_ratio": statistics.median(cpu_ratios),
+                    "exposed_ms": statistics.median(exposed) if exposed else None,
+                    "bytes": values[-1][2],
+                }
+            )
+        if rank == 0:
+            table(results[-len(rounds) :], args)
+    if rank == 0 and args.out:
+        with open(args.out, "a") as f:
+            for row in results:
+                f.write(json.dumps({**row, **facts(args)}) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def facts(args):
+    return {
+        "link": args.link,
+        "ranks": args.ranks,
+        "accumulate": args.accumulate,
+        "rounds": args.rounds,
+        "torch": torch.__version__,
+        "lightning": pl.__version__,
+        "cpus": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def table(rows, args):
+    print(
+        f"\n{rows[0]['model']}, {args.ranks} ranks, link {args.link},"
+        f" accumulate {args.accumulate}, {args.rounds} rounds of {args.steps} steps"
+    )
+    print(
+        f"{'contender':<34}{'ms':>9}{'ratio':>8}  {'quartiles':<12}{'cpu ms':>9}{'ratio':>7}{'exposed':>9}"
+    )
+    for row in rows:
+        exposed = "" if row["exposed_ms"] is None else f"{row['exposed_ms']:.1f}"
+        print(
+            f"{row['contender']:<34}{row['ms']:>9.1f}{row['ratio']:>8.3f}  {row['spread']:<12}"
+            f"{row['cpu_ms']:>9.1f}{row['cpu_ratio']:>7.2f}{exposed:>9}",
+            flush=True,
+        )
+
+
+def launch(args):
+    """Start this script once per rank on this machine."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = []
+    for rank in range(args.ranks):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(args.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(args.threads),
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p) or ".",
+        }
+        ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=env))
+    codes = [process.wait() for process in ranks]
+    sys.exit(max(map(abs, codes)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--models", nargs="+", default=["small", "mlp", "transformer", "cnn", "gpt"]
+    )
+    parser.add_argument("--contenders", nargs="+", default=["ddp", "lean", "alone"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--link", default="loopback", help="only a label; hosts.sh sets the rate")
+    parser.add_argument("--pin", action="store_true", help="one core a rank")
+    parser.add_argument("--out", help="append results to this file, a JSON object a line")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        launch(args)
+    with quiet():
+        measure(args)
+
+
+if __name__ == "__main__":
+    main()
