@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dp import trainer_seams
-from lightning_dp.accumulation import batch_plan
+from lightning_dp.batch_plan import batch_plan
 from lightning_dp.data_plane import DataOptions, DataPlane
 from lightning_dp.engine.window import WindowTotals
 from lightning_dp.measure.stats import StepStats, step_stats
