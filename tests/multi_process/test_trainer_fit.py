@@ -145,7 +145,7 @@ def test_control_without_communication_the_weights_differ():
 def _hooks_see_averages(rank, world_size, port):
     module = Net()
     t = trainer(world_size, port, lean())
-    t.fit(module, DataLoader(dataset(), batch_size=4))
+    t.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True))
     gradients = {str(i): g for i, g in enumerate(module.after_backward)}
     return {k: g.tolist() for k, g in gradients.items()}
 
@@ -160,9 +160,9 @@ def _precision(rank, world_size, port, precision, plugin):
     t = trainer(
         world_size, port, plugin(), precision=precision, max_epochs=4, gradient_clip_val=1.0
     )
-    t.fit(module, DataLoader(dataset(), batch_size=4))
+    t.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True))
     dtypes = {str(p.dtype) for p in module.parameters()}
-    metrics = t.validate(module, DataLoader(dataset(), batch_size=4), verbose=False)
+    metrics = t.validate(module, DataLoader(dataset(), batch_size=4, shuffle=True), verbose=False)
     return [p.double().tolist() for p in module.parameters()], dtypes, metrics[0]["val"]
 
 
@@ -208,7 +208,7 @@ def _scaler(rank, world_size, port):
             skipped.append(trainer.strategy._engine.windows.last_step_skipped)
 
     t = trainer(world_size, port, strategy, plugins=[plugin], callbacks=[Watch()])
-    t.fit(module, DataLoader(dataset(), batch_size=4))
+    t.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True))
     return scales, skipped, [p.tolist() for p in module.parameters()]
 
 
@@ -221,7 +221,7 @@ def test_gradient_scalers_decide_alike_on_all_ranks():
 
 def _stages(rank, world_size, port, root):
     module = Net(batch_norm=True)
-    loader = DataLoader(dataset(), batch_size=4)
+    loader = DataLoader(dataset(), batch_size=4, shuffle=True)
     t = trainer(world_size, port, lean(), root, max_epochs=2, num_sanity_val_steps=1)
     t.fit(module, loader, loader)
     first = t.callback_metrics["val"].item()
@@ -251,14 +251,14 @@ def test_fit_validate_test_predict_and_fit_again(world_size, tmp_path):
 def _save(rank, world_size, port, make, path):
     module = Net(optimizer="adamw")
     t = trainer(world_size, port, make(), max_epochs=1)
-    t.fit(module, DataLoader(dataset(), batch_size=4))
+    t.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True))
     t.save_checkpoint(path)
 
 
 def _resume(rank, world_size, port, make, path):
     module = Net(optimizer="adamw")
     t = trainer(world_size, port, make(), max_epochs=3)
-    t.fit(module, DataLoader(dataset(), batch_size=4), ckpt_path=path)
+    t.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True), ckpt_path=path)
     assert t.global_step == 3 * 6
     return [p.tolist() for p in module.parameters()]
 
@@ -279,7 +279,7 @@ def _compiled(rank, world_size, port, compiled):
     module = Net()
     target = torch.compile(module, backend="aot_eager") if compiled else module
     t = trainer(world_size, port, lean(), max_epochs=2)
-    t.fit(target, DataLoader(dataset(), batch_size=4))
+    t.fit(target, DataLoader(dataset(), batch_size=4, shuffle=True))
     return [p.tolist() for p in module.parameters()]
 
 
@@ -306,7 +306,7 @@ def _different(rank, world_size, port, what):
             module.net[2].weight = nn.Parameter(torch.zeros(16, 16))
             module.net.extra = nn.Linear(16, 16)
     t = trainer(world_size, port, lean())
-    t.fit(module, DataLoader(dataset(), batch_size=4))
+    t.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def _start_values(rank, world_size, port):
             assert_equal_on_all_ranks(tensors)
 
     t = trainer(world_size, port, lean(), callbacks=[Look()])
-    t.fit(module, DataLoader(dataset(), batch_size=4))
+    t.fit(module, DataLoader(dataset(), batch_size=4, shuffle=True))
 
 
 def test_replicas_start_from_rank_0s_values():
@@ -356,7 +356,7 @@ def _gradient_error(rank, world_size, port):
             raise ArithmeticError("boom in backward of rank 1")
 
     t = trainer(world_size, port, lean())
-    t.fit(Breaks(), DataLoader(dataset(), batch_size=4))
+    t.fit(Breaks(), DataLoader(dataset(), batch_size=4, shuffle=True))
 
 
 def test_an_error_in_one_ranks_backward_reaches_all_ranks_by_name():
