@@ -4,9 +4,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dp.measure.monitor import LeanDDPMonitor
 from lightning_dp.measure.stats import StepStats
+from lightning_dp.measure.timeline import StepTimeline
 from lightning_dp.strategy import LeanDDPStrategy
 
 __version__ = "0.1.0"
-__all__ = ["LeanDDPMonitor", "LeanDDPStrategy", "StepStats", "__version__"]
+__all__ = ["LeanDDPMonitor", "LeanDDPStrategy", "StepStats", "StepTimeline", "__version__"]
 
 LeanDDPStrategy.register_strategies(StrategyRegistry)

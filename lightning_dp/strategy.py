@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_dp import trainer_seams
 from lightning_dp.batch_plan import batch_plan
 from lightning_dp.data_plane import DataOptions, DataPlane
+from lightning_dp.engine.timing import SessionTimes
 from lightning_dp.engine.window import WindowTotals
 from lightning_dp.measure.stats import StepStats, step_stats
 from lightning_dp.options import DDP_ONLY, EngineOptions, as_timedelta, refuse_unknown
@@ -219,6 +220,22 @@ class LeanDDPStrategy(DDPStrategy):
         if reducer is None or reducer.times is None:
             return None
         return step_stats(reducer.times, reducer.totals, reducer.group.world_size)
+
+    def watch_collectives(self, on: bool) -> SessionTimes | None:
+        """Take exact end times of collectives from now on, or no longer; returns the last session's.
+
+        Costs a callback on the backend's thread per bucket: for timelines, not for training.
+        """
+        reducer = self._engine.reducer
+        if reducer is None:
+            return None
+        reducer.exact_times = on
+        return reducer.times
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's picklable ``value``, by rank. Collective: every rank. Blocks."""
+        group = self._engine.group
+        return group.all_gather_object(value) if group is not None else [value]
 
     @contextmanager
     def accumulate(self) -> Generator[None]:

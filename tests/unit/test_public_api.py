@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_dp
 from lightning_dp import errors
 
-NAMES = {"LeanDDPMonitor", "LeanDDPStrategy", "StepStats", "__version__"}
+NAMES = {"LeanDDPMonitor", "LeanDDPStrategy", "StepStats", "StepTimeline", "__version__"}
 
 
 def test_public_names_are_these():
