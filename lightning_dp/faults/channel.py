@@ -105,8 +105,8 @@ class FailureChannel:
         while (count := self._store.add(f"{name}/count", 0)) < self.world_size:
             if time.monotonic() > deadline:
                 raise CollectiveError(
-                    f"[lean_ddp rank {self.rank}/{self.world_size}] only {count} of {self.world_size} ranks "
-                    f"came to '{name}' within {timeout_s:.0f} s."
+                    f"[lean_ddp rank {self.rank}/{self.world_size}] only {count} of "
+                    f"{self.world_size} ranks came to '{name}' within {timeout_s:.0f} s."
                 )
             if pause is not None:
                 pause()

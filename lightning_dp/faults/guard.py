@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 _CAUSE_KNOWN_AFTER_S = 2.5  # a process that died without a word is noticed well within this
 
 
+def _never(error: BaseException) -> bool:
+    return False
+
+
 class Guard:
     """Turns the first failure of any rank into an error on every rank.
 
@@ -40,6 +44,7 @@ class Guard:
 
     Attributes:
         failing: This rank is leaving with an error. Nothing collective can succeed any more.
+        first: The failure that was first, once this rank is failing.
         where: What this rank is doing, for reports.
     """
 
@@ -48,12 +53,13 @@ class Guard:
         *,
         error_grace_s: float = 3.0,
         stall_report_s: float = 30.0,
-        is_agreed: Callable[[BaseException], bool] = lambda _: False,
+        is_agreed: Callable[[BaseException], bool] = _never,
     ) -> None:
         self.error_grace_s = error_grace_s
         self.stall_report_s = stall_report_s
         self.failing = False
-        self.where: Callable[[], str] = lambda: ""
+        self.first: FailureRecord | None = None
+        self.where: Callable[[], str] = str
         self.waits = Waits()
         self.sockets = GroupSockets()
         self.channel: FailureChannel | None = None
@@ -198,6 +204,7 @@ class Guard:
                 replacement = self._settle(channel, watch, error)
             except dist.DistError:  # the store has gone
                 first = self._wait_for(lambda: watch.first)
+                self.first = first
                 if first is not None and is_consequence(error):
                     replacement = first.to_error(channel.rank, channel.world_size)
         for tell in self.on_failure:
@@ -218,6 +225,7 @@ class Guard:
             first = channel.publish(own)
         elif first.rank != channel.rank:
             channel.write(f"error/{channel.rank}", own.to_json())
+        self.first = first
         if first.rank == channel.rank:
             return None
         channel.acknowledge()

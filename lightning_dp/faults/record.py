@@ -100,7 +100,8 @@ def exit_code_of(exc: BaseException) -> int:
 def is_consequence(exc: BaseException) -> bool:
     """Whether ``exc`` is what a rank sees when another one has gone, rather than a cause.
 
-    The chain of causes is searched too: an error raised while a lost connection was handled follows from it.
+    The chain of causes is searched too: what is raised while a lost connection is handled follows
+    from it.
     """
     seen: set[int] = set()
     current: BaseException | None = exc

@@ -1,8 +1,8 @@
 """Close gloo's connections from outside, so that a rank blocked in a collective gets an error.
 
 [Note: why the sockets] A gloo collective waits in C++ and cannot be cancelled: neither ``abort`` nor
-``destroy_process_group`` wakes it while anything holds the group, and an exception's traceback does. Closing
-the connections underneath makes it raise on both ends, as if the peer had gone.
+``destroy_process_group`` wakes it while anything holds the group, and an exception's traceback does.
+Closing the connections underneath makes it raise on both ends, as if the peer had gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _ESTABLISHED = "01"  # TCP_ESTABLISHED in /proc/net/tcp
 
 
 class GroupSockets:
-    """The connections that were opened while process groups were made. Linux only; elsewhere it does nothing."""
+    """The connections that were opened while process groups were made.
+
+    Linux only; elsewhere it does nothing.
+    """
 
     def __init__(self) -> None:
         self.spared_port = 0  # of the ranks' store: whoever is cut off must still learn why

@@ -1,8 +1,8 @@
 """What a rank is waiting for, told so that a stall can be explained and a deadlock proven.
 
-[Note: when a deadlock is certain] A collective ends only when all ranks have come to it. If every rank waits
-in a collective and these are not the same one, none can end. That is certain, not a matter of patience;
-a rank that still computes, or one whose report is old, makes it uncertain and nothing is concluded.
+[Note: when a deadlock is certain] A collective ends only when all ranks have come to it. If every rank
+waits in a collective and these are not the same one, none can end. That is certain, not a matter of
+patience; a rank that still computes, or one whose report is old, makes it uncertain.
 """
 
 from __future__ import annotations

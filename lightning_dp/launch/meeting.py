@@ -4,10 +4,10 @@
 say who is missing. Under ``torchrun --max-restarts`` it also reads the addresses that the previous attempt
 left in the agent's store (pytorch issues 135712 and 167288).
 
-[Note: roll call] Keys in a store may be left over from processes that are gone, so each rank brings a number
-drawn for this occasion. Rank 0 answers each by repeating it; a rank that reads its own number in the answer
-knows that the answer is fresh, and says so under the name of the new meeting. Only then does it begin, under
-a prefix that nobody has used before.
+[Note: roll call] Keys in a store may be left over from processes that are gone, so each rank brings a
+number drawn for this occasion. Rank 0 answers each by repeating it; a rank that reads its own number in
+the answer knows that the answer is fresh, and says so under the name of the new meeting. Only then does
+it begin, under a prefix that nobody has used before.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def open_store(
     except (dist.DistError, RuntimeError) as error:
         if hosts:
             raise LaunchError(
-                f"[lean_ddp rank {rank}] cannot open port {port} on {host}: {error}. Another job on this machine "
-                "may be using it. Fix: choose another one with MASTER_PORT=<port> on all ranks."
+                f"[lean_ddp rank {rank}] cannot open port {port} on {host}: {error}. Another job on this "
+                "machine may be using it. Fix: choose another one with MASTER_PORT=<port> on all ranks."
             ) from error
         raise LaunchError(
             f"[lean_ddp rank {rank}] rank 0 did not open {host}:{port} within {timeout_s:.0f} s: rank 0 is "
@@ -191,8 +191,8 @@ def _answer_roll_call(
             raise LaunchError(message.replace("rank 0/", f"rank {rank}/", 1))
         if wait.is_over(extra_s=5.0 if name else 0.0):  # rank 0's list is better than none
             raise LaunchError(
-                f"[lean_ddp rank {rank}/{world_size}] rank 0 did not answer within {timeout_s:.0f} s: rank 0 "
-                "is missing. Fix: start all ranks, or raise rendezvous_timeout_s."
+                f"[lean_ddp rank {rank}/{world_size}] rank 0 did not answer within {timeout_s:.0f} s: "
+                "rank 0 is missing. Fix: start all ranks, or raise rendezvous_timeout_s."
             )
         wait.pause()
 
@@ -207,9 +207,10 @@ def _missing(
 ) -> str:
     came = ", ".join(f"{r} ({roll[r]['info'].get('host', '?')})" for r in sorted(present))
     return (
-        f"[lean_ddp rank {rank}/{world_size}] {world_size} ranks were expected within {timeout_s:.0f} s. "
-        f"Joined: {came}. Missing: {', '.join(map(str, missing))}. Fix: start the missing ranks (look at their "
-        "output first), set devices x num_nodes to the number that you start, or raise rendezvous_timeout_s."
+        f"[lean_ddp rank {rank}/{world_size}] {world_size} ranks were expected within "
+        f"{timeout_s:.0f} s. Joined: {came}. Missing: {', '.join(map(str, missing))}. Fix: start the "
+        "missing ranks (look at their output first), set devices x num_nodes to the number that you "
+        "start, or raise rendezvous_timeout_s."
     )
 
 

@@ -1,0 +1,122 @@
+"""Every private name of Hydra that we touch; as :mod:`lightning_dp.trainer_seams`.
+
+Hydra is imported only where the program has imported it already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class HydraJob:
+    """The Hydra job that runs here.
+
+    Attributes:
+        config_flags: --config-path, --config-name and --config-dir as given.
+        task_overrides: This job's own, the sweep's values among them.
+        hydra_overrides: As given; those that are not about a job are left out for other ranks.
+        output_dir: The job's folder.
+        cwd: The working directory at the start.
+        settings: Resolved values that other ranks cannot find themselves (``hydra.job.num``).
+        log_file: The job's log file, if it writes one.
+        launcher: The class of the sweep's launcher; empty outside of a sweep.
+        number: Tells jobs of one process apart.
+    """
+
+    config_flags: tuple[str, ...]
+    task_overrides: tuple[str, ...]
+    hydra_overrides: tuple[str, ...]
+    output_dir: str
+    cwd: str
+    settings: tuple[tuple[str, str], ...] = ()
+    log_file: str | None = None
+    launcher: str = ""
+    number: int = 0
+
+    def describe(self) -> str:
+        """What the ranks compare: the job's own overrides."""
+        return " ".join(self.task_overrides)
+
+
+def hydra_job() -> HydraJob | None:
+    """The Hydra job that runs here, or None. Never imports Hydra by itself."""
+    module = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return None
+    cfg = module.HydraConfig.get()
+    from omegaconf import OmegaConf
+
+    def value(path: str) -> str | None:
+        with contextlib.suppress(Exception):
+            found = OmegaConf.select(cfg, path)
+            return None if found is None else str(found)
+        return None
+
+    paths = ("job.num", "job.id", "job.name", "sweep.dir", "sweep.subdir")
+    settings = [(f"hydra.{path}", found) for path in paths if (found := value(path)) is not None]
+    sweeps = value("mode") == "RunMode.MULTIRUN"
+    return HydraJob(
+        config_flags=_hydra_flags(sys.argv[1:]),
+        task_overrides=tuple(map(str, cfg.overrides.task)),
+        hydra_overrides=tuple(map(str, cfg.overrides.hydra)),
+        output_dir=str(cfg.runtime.output_dir),
+        cwd=str(cfg.runtime.cwd),
+        settings=tuple(settings),
+        log_file=value("job_logging.handlers.file.filename"),
+        launcher=(value("launcher._target_") or "") if sweeps else "",
+        number=int(value("job.num") or 0),
+    )
+
+
+def _hydra_flags(arguments: list[str]) -> tuple[str, ...]:
+    """The options that say which config is composed; falls back to looking for their names."""
+    names = ("config_path", "config_name", "config_dir")
+    try:
+        from hydra._internal.utils import get_args_parser
+
+        parsed, _ = get_args_parser().parse_known_args(arguments)
+        found = [(name, getattr(parsed, name, None)) for name in names]
+        return tuple(
+            f"--{name.replace('_', '-')}={text}" for name, text in found if text is not None
+        )
+    except (ImportError, SystemExit):
+        long = tuple(f"--{name.replace('_', '-')}=" for name in names)
+        return tuple(argument for argument in arguments if argument.startswith(long))
+
+
+def on_hydra_job_end(act: Callable[[bool], BaseException | None]) -> bool:
+    """Call ``act(failed)`` when the Hydra job that runs here ends; an error that it returns fails the job.
+
+    Hydra keeps a job's callbacks in the frame that runs it and nowhere else. Without one (no Hydra, or
+    another version of it) nothing is registered, and the caller has to notice the next job by itself.
+
+    Returns:
+        Whether it was registered.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "run_job":
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or frame.f_globals.get("__name__") != "hydra.core.utils":
+        return False
+    listening = getattr(frame.f_locals.get("callbacks"), "callbacks", None)
+    if not isinstance(listening, list):
+        return False
+    callbacks: list[Any] = listening
+    from hydra.experimental.callback import Callback
+
+    class AtJobEnd(Callback):
+        def on_job_end(self, config: Any, job_return: Any, **_: Any) -> None:
+            callbacks.remove(self)
+            status = type(job_return.status)
+            error = act(job_return.status is status.FAILED)
+            if error is not None and job_return.status is not status.FAILED:
+                job_return.status = status.FAILED
+                job_return.return_value = error
+
+    callbacks.append(AtJobEnd())
+    return True

@@ -1,0 +1,173 @@
+"""Is this process what the environment says it is? Checked before anything waits.
+
+Each problem is told with what was seen and the line that fixes it. Everything here is pure: it reads a
+mapping and numbers, so that ``lean-ddp doctor`` can use it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from lightning_dp.errors import LaunchError
+
+PARENT_VARIABLE = "LEAN_DDP_PARENT"  # process number of the launcher that started this rank
+PID_VARIABLE = "LEAN_DDP_PID"  # process number of the rank that these variables were made for
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What a cluster environment and a Trainer say.
+
+    Attributes:
+        kind: "lightning", "torchrun", "slurm", or the name of another environment's class.
+        external: Whether somebody else starts the ranks.
+        local_rank: This process's number on its machine.
+        world_size: How many ranks the environment speaks of.
+        devices: How many ranks the Trainer wants on a machine.
+        num_nodes: On how many machines.
+        pid: This process.
+    """
+
+    kind: str
+    external: bool
+    local_rank: int
+    world_size: int
+    devices: int
+    num_nodes: int
+    pid: int
+
+    @property
+    def wanted(self) -> int:
+        """How many ranks the Trainer expects."""
+        return self.devices * self.num_nodes
+
+
+def check_placement(place: Placement, environment: Mapping[str, str]) -> list[str]:
+    """Compare what the Trainer wants with what was started.
+
+    Args:
+        place: As seen by the launcher.
+        environment: Variables as in ``os.environ``.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        LaunchError: The ranks cannot find each other, or would be other ranks than the Trainer thinks.
+    """
+    _check_inherited(place, environment)
+    if place.external and place.world_size != place.wanted:
+        raise LaunchError(_world_size_message(place))
+    if place.external and place.local_rank >= place.devices:
+        raise LaunchError(
+            f"[lean_ddp] this process has local rank {place.local_rank}, but devices={place.devices} "
+            f"has ranks 0 to {place.devices - 1}. Fix: devices={place.local_rank + 1} or more, or "
+            "start fewer processes on each machine."
+        )
+    if place.kind == "lightning" and place.external and place.wanted > 1:
+        return _check_by_hand(place, environment)
+    return []
+
+
+def _check_inherited(place: Placement, environment: Mapping[str, str]) -> None:
+    """A program started by a rank inherits its variables, but is no rank."""
+    owner = environment.get(PID_VARIABLE)
+    if place.kind == "lightning" and owner and int(owner) != place.pid:
+        names = " ".join(f"-u {name}" for name in (*RANK_VARIABLES, PARENT_VARIABLE, PID_VARIABLE))
+        raise LaunchError(
+            f"[lean_ddp] this process ({place.pid}) has inherited the environment of rank "
+            f"{environment.get('LOCAL_RANK', '?')} of another run (process {owner}): it was started "
+            f"from inside a training script. Fix: start it with 'env {names} python ...', or use "
+            "devices=1 there."
+        )
+
+
+def _world_size_message(place: Placement) -> str:
+    wanted = f"devices={place.devices} x num_nodes={place.num_nodes} is {place.wanted}"
+    seen = place.world_size
+    if place.kind == "slurm":
+        tasks = f"SLURM reports {seen} task{'s' if seen != 1 else ''}"
+        return (
+            f"[lean_ddp] {tasks}, but {wanted} ranks: each would train on its part of the data and "
+            "the parts of the missing ranks would never be seen. Fix: srun "
+            f"--nodes={place.num_nodes} --ntasks-per-node={place.devices} python ...; in an interactive "
+            "shell, rename the job (SLURM_JOB_NAME=interactive) to let lean_ddp start the ranks; or "
+            f"set devices={max(1, seen // max(1, place.num_nodes))}."
+        )
+    fix = (
+        f"torchrun --nnodes={place.num_nodes} --nproc-per-node={place.devices} ..."
+        if place.kind == "torchrun"
+        else f"start {place.wanted} processes with WORLD_SIZE={place.wanted}"
+    )
+    return (
+        f"[lean_ddp] the environment ({place.kind}) speaks of {seen} ranks, but {wanted}. Fix: {fix}, "
+        f"or set devices={max(1, seen // max(1, place.num_nodes))}."
+    )
+
+
+def _check_by_hand(place: Placement, environment: Mapping[str, str]) -> list[str]:
+    """``LOCAL_RANK`` without torchrun, SLURM or our launcher: by hand, or left over."""
+    if PID_VARIABLE in environment:
+        return []
+    others = [rank for rank in range(place.devices) if rank != place.local_rank]
+    told = (
+        f"LOCAL_RANK={environment.get('LOCAL_RANK', '')} is set, so this process takes itself for a "
+        f"rank that somebody else started, one of {place.wanted}"
+    )
+    if "MASTER_PORT" not in environment:
+        raise LaunchError(
+            f"[lean_ddp] {told}. Without MASTER_PORT nobody can have started the others: local rank(s) "
+            f"{', '.join(map(str, others))} are missing. Fix: unset LOCAL_RANK (it was left over), "
+            "or start the ranks with torchrun."
+        )
+    given = environment.get("WORLD_SIZE")
+    if given is not None and int(given) != place.wanted:
+        raise LaunchError(
+            f"[lean_ddp] WORLD_SIZE={given} is set, but devices={place.devices} x "
+            f"num_nodes={place.num_nodes} is {place.wanted}. Fix: make them agree, or unset the "
+            f"variables that were left over: {', '.join(RANK_VARIABLES)}."
+        )
+    if "RANK" not in environment and given is None:
+        return [
+            f"lean_ddp: {told}. If that is not so, stop now and unset LOCAL_RANK; otherwise the other "
+            f"ranks must come within the rendezvous timeout."
+        ]
+    return []
+
+
+def check_group(place: Placement, group_size: int) -> None:
+    """Compare a process group that exists already with the Trainer.
+
+    Raises:
+        LaunchError: It has another size.
+    """
+    if group_size != place.wanted:
+        raise LaunchError(
+            f"[lean_ddp] a process group of {group_size} ranks exists already, but "
+            f"devices={place.devices} x num_nodes={place.num_nodes} is {place.wanted}. Fix: call "
+            "torch.distributed.destroy_process_group() on all ranks before this Trainer, or give it "
+            f"devices={max(1, group_size // max(1, place.num_nodes))}."
+        )
+
+
+def compare_members(members: tuple[dict[str, object], ...], rank: int) -> None:
+    """All ranks must run the same job.
+
+    Args:
+        members: What each rank brought to the meeting; ``job`` is compared.
+        rank: This rank.
+
+    Raises:
+        LaunchError: They run different ones; both are shown.
+    """
+    first = members[0].get("job")
+    for other, member in enumerate(members):
+        if member.get("job") != first:
+            raise LaunchError(
+                f"[lean_ddp rank {rank}/{len(members)}] the ranks run different jobs.\n"
+                f"  rank 0: {first}\n  rank {other}: {member.get('job')}\n"
+                "Each rank ran its own sweep, or was given other overrides. Fix: let lean_ddp start "
+                "the ranks of a sweep (python app.py -m ..., without torchrun or srun)."
+            )

@@ -1,0 +1,50 @@
+"""A launcher ends with the code of the rank that failed first.
+
+Python ends with 1 after any exception. What a shell or a scheduler should see is the code of the rank whose
+failure ended the run, when it is above 0: ``os._exit(3)`` on rank 1 makes the program end with 3.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from types import TracebackType
+
+PREEMPTED = 128 + 15  # SIGTERM, as shells count it
+
+_state: dict[str, int] = {}
+
+
+def arm() -> None:
+    """Prepare; once per process. Must come before the handlers that should still run at the end."""
+    if "armed" in _state:
+        return
+    _state["armed"] = 1
+    atexit.register(_leave)
+    previous = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        previous(kind, error, traceback)
+        code = getattr(error, "exit_code", None)
+        if isinstance(code, int) and code > 1:
+            remember(code)
+
+    sys.excepthook = hook
+
+
+def remember(code: int) -> None:
+    """End this process with ``code``, if it is above 0, whatever Python would have done."""
+    if code > 0:
+        _state.setdefault("code", code)
+
+
+def _leave() -> None:
+    """The last of the handlers at exit: those registered later have run."""
+    code = _state.get("code", 0)
+    if code > 0:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,159 @@
+"""Start the other ranks by running the program again, and guard every call of the trainer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_dp import hydra_seams, run_seams
+from lightning_dp.hydra_seams import HydraJob
+from lightning_dp.launch import session as sessions
+from lightning_dp.launch.command import Program, check_repeatable, child_command
+from lightning_dp.launch.environment import PID_VARIABLE, Placement, check_placement
+from lightning_dp.launch.stores import host_store
+
+if TYPE_CHECKING:
+    import subprocess
+
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import ClusterEnvironment
+
+    from lightning_dp.launch.supervisor import Supervisor
+
+_KINDS = {
+    "LightningEnvironment": "lightning",
+    "TorchElasticEnvironment": "torchrun",
+    "SLURMEnvironment": "slurm",
+}
+
+
+class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
+    """Runs the program once more for each other rank of this machine.
+
+    A subclass of Lightning's launcher, which Lightning looks for when it handles Ctrl+C.
+
+    Args:
+        cluster_environment: Who says what the ranks are.
+        num_processes: Ranks on this machine.
+        num_nodes: Machines.
+        supervisor: Guards calls of the trainer.
+    """
+
+    is_interactive_compatible = False
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        supervisor: Supervisor,
+    ) -> None:
+        self.cluster_environment = cluster_environment
+        self.num_processes = num_processes
+        self.num_nodes = num_nodes
+        self._supervisor = supervisor
+
+    @property
+    def procs(self) -> list[subprocess.Popen[bytes]]:
+        """The processes that were started."""
+        session = sessions.current()
+        return session.children.processes if session is not None else []
+
+    @procs.setter
+    def procs(self, value: Any) -> None:
+        """Lightning's base class assigns an empty list."""
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Start what is missing, then call ``function`` under guard.
+
+        Raises:
+            LaunchError: The environment is not what the Trainer thinks, or the program cannot be
+                started again.
+            RankFailedError: Another rank failed first.
+
+        Collective: every rank. The call itself decides whether it blocks.
+        """
+        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
+        job = hydra_seams.hydra_job()
+        supervisor = self._supervisor
+        supervisor.report_warnings(
+            check_placement(
+                placement(self.cluster_environment, self.num_processes, self.num_nodes), os.environ
+            )
+        )
+        session = supervisor.begin_session(_job_key(job))
+        if not self.cluster_environment.creates_processes_externally and self._wanted > 1:
+            self._start(session, job)
+        run_seams.set_num_threads(self.num_processes)
+        return supervisor.run(trainer, function, *args, **kwargs)
+
+    def kill(self, signum: int) -> None:
+        """Send ``signum`` to the ranks started here."""
+        session = sessions.current()
+        if session is not None:
+            session.children.send(signum)
+
+    @property
+    def _wanted(self) -> int:
+        return self.num_processes * self.num_nodes
+
+    def _start(self, session: sessions.Session, job: HydraJob | None) -> None:
+        """Open the store, set the environment, start local ranks 1 and up."""
+        program = Program.of_this_process()
+        if self.num_processes > 1:
+            check_repeatable(program, job)
+        environment = self.cluster_environment
+        if self.num_nodes == 1:
+            address, port = "127.0.0.1", host_store(session)
+        else:
+            address, port = environment.main_address, environment.main_port
+        node = environment.node_rank()
+        os.environ.update(
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+            NODE_RANK=str(node),
+            LOCAL_RANK="0",
+            RANK=str(node * self.num_processes),
+            WORLD_SIZE=str(self._wanted),
+        )
+        os.environ[PID_VARIABLE] = str(os.getpid())
+        hydra_seams.on_hydra_job_end(lambda failed: sessions.end(failed))
+        for local_rank in range(1, self.num_processes):
+            rank = node * self.num_processes + local_rank
+            env = {**os.environ, "LOCAL_RANK": str(local_rank), "RANK": str(rank)}
+            cwd = job.cwd if job is not None else program.cwd
+            session.children.start(rank, child_command(program, job, local_rank), env, cwd)
+
+
+def placement(environment: ClusterEnvironment, devices: int, num_nodes: int) -> Placement:
+    """What a cluster environment and a Trainer say."""
+    kind = _KINDS.get(type(environment).__name__, type(environment).__name__)
+    external = environment.creates_processes_externally
+    # Lightning's own environment is told the world size by the Trainer: it cannot disagree.
+    world_size = devices * num_nodes if kind == "lightning" else environment.world_size()
+    return Placement(
+        kind=kind,
+        external=external,
+        local_rank=environment.local_rank() if external else 0,
+        world_size=world_size,
+        devices=devices,
+        num_nodes=num_nodes,
+        pid=os.getpid(),
+    )
+
+
+def _job_key(job: HydraJob | None) -> str:
+    return f"{job.output_dir}#{job.number}" if job is not None else "program"
+
+
+def in_main_thread() -> bool:
+    """Whether signals can be handled here."""
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,162 @@
+"""Start the ranks as forked or spawned processes that run one call of the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+from lightning_dp import run_seams
+from lightning_dp.errors import ConfigError, RankFailedError
+from lightning_dp.faults.liveness import die_with_parent
+from lightning_dp.faults.peers import describe_exit
+from lightning_dp.faults.record import FailureRecord
+from lightning_dp.launch import session as sessions
+from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
+from lightning_dp.launch.exit_code import PREEMPTED
+from lightning_dp.launch.stores import STORE_VARIABLE, host_store
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_dp.launch.supervisor import Supervisor
+
+FIRST_ERROR = "first error"
+
+
+class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
+    """Runs the trainer's call in new processes, one for each rank of this machine.
+
+    The calling process is no rank: it hosts the store, waits, and takes over rank 0's results.
+
+    Args:
+        strategy: Whose ranks.
+        start_method: "fork", "spawn" or "forkserver".
+        supervisor: Guards the call in each rank.
+    """
+
+    def __init__(self, strategy: Any, start_method: str, supervisor: Supervisor) -> None:
+        try:
+            super().__init__(strategy, start_method=start_method)
+        except ValueError as error:
+            raise ConfigError(
+                f"[lean_ddp] start_method={start_method!r} does not exist on this system. Fix: "
+                "strategy='lean_ddp', which runs the script again."
+            ) from error
+        self._supervisor = supervisor
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Start all ranks, wait for them, return rank 0's result.
+
+        Raises:
+            RankFailedError: A rank failed; the first one is named.
+
+        Collective: none; the calling process is no rank.
+        """
+        session = sessions.Session("processes", self._supervisor.options.error_grace_s)
+        try:
+            with self._environment(session), self._forwarding():
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            self._supervisor.guard.failing = True  # nothing here is a rank's state
+            self._supervisor.only_launches = True
+            raise self._explain(session, error) from error
+
+    @contextlib.contextmanager
+    def _environment(self, session: sessions.Session) -> Iterator[None]:
+        """The store's address for the ranks; everything as before afterwards."""
+        names = (*RANK_VARIABLES, STORE_VARIABLE, PARENT_VARIABLE, PID_VARIABLE)
+        before = {name: os.environ.get(name) for name in names}
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        port = host_store(session)
+        os.environ[STORE_VARIABLE] = f"127.0.0.1:{port}"
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    @contextlib.contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        """A request to stop that reaches this process is meant for the ranks."""
+        signals = self._supervisor.options.signals
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in signals}
+        for number in signals:
+            signal.signal(number, lambda signum, frame: self.kill(signum))
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _explain(self, session: sessions.Session, error: Any) -> BaseException:
+        """The failure that was first, rather than that of the process that ended first."""
+        code = getattr(error, "exit_code", 1)
+        if code == PREEMPTED:
+            return SIGTERMException(PREEMPTED)
+        store = session.store
+        if store is not None and store.check([FIRST_ERROR]):
+            record = FailureRecord.from_json(store.get(FIRST_ERROR))
+            return record.to_error(-1, self._supervisor.world_size(self._strategy))
+        if isinstance(error, ProcessExitedException):
+            what, exit_with = describe_exit(code)
+            return RankFailedError(
+                f"[lean_ddp] rank {error.error_index} failed first: {what}.",
+                rank=error.error_index,
+                exit_code=exit_with,
+            )
+        return RankFailedError(str(error), rank=error.error_index, remote_traceback=str(error))
+
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: pl.Trainer | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *rest: Any,
+    ) -> None:
+        """Runs in the new process."""
+        die_with_parent(os.getppid())
+        os.environ[PARENT_VARIABLE] = str(os.getppid())
+        os.environ[PID_VARIABLE] = str(os.getpid())
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return self._run(trainer, function, *args, **kwargs)
+
+        super()._wrapping_function(process_idx, trainer, guarded, args, kwargs, *rest)
+
+    def _run(
+        self, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        supervisor = self._supervisor
+        session = supervisor.begin_session("program")
+        try:
+            return supervisor.run(trainer, function, *args, **kwargs)
+        except BaseException as error:
+            first = supervisor.guard.first
+            if first is not None and session.store is not None:
+                with contextlib.suppress(RuntimeError):
+                    session.store.compare_set(FIRST_ERROR, "", first.to_json())
+            if trainer is not None:
+                run_seams.interrupt(trainer, error)
+            raise

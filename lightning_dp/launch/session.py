@@ -1,0 +1,203 @@
+"""What belongs to a process rather than to a Trainer: its children, its store, its environment.
+
+[Note: one session per job] Several Trainers of one program, or ``fit`` and ``test`` of one Trainer, use
+the same ranks. The jobs of a Hydra sweep run one after the other in one process, and each must have fresh
+ranks, or a rank that failed in one job would meet the others in the next. So a session ends with its job:
+the group is taken down, the ranks have ended, and the environment is as it was before.
+
+The running session is a global of this module, because child processes, ``os.environ`` and the default
+process group are global to a process, whoever starts them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import time
+
+import torch.distributed as dist
+
+from lightning_dp.errors import LaunchError, RankFailedError
+from lightning_dp.faults.peers import describe_exit
+from lightning_dp.faults.store import Store, with_prefix
+from lightning_dp.launch import exit_code
+from lightning_dp.launch.children import Children
+from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
+
+log = logging.getLogger(__name__)
+
+_EXITING = "exiting"
+_FAREWELL_S = 3.0
+
+
+class Session:
+    """One job of this process.
+
+    Args:
+        key: Names the job.
+        grace_s: Seconds that the other ranks get to end after a failure.
+
+    Attributes:
+        children: Ranks that this process started.
+        store: Where the ranks meet; None before the first meeting.
+        port: Its port.
+        hosts_store: Whether this process hosts it.
+        outlives_ranks: Whether a process that is no rank hosts it.
+        failed: Whether a trainer call of the session has failed.
+    """
+
+    def __init__(self, key: str, grace_s: float) -> None:
+        self.key = key
+        self.grace_s = grace_s
+        self.children = Children()
+        self.store: Store | None = None
+        self.port = 0
+        self.hosts_store = False
+        self.outlives_ranks = False
+        self.failed = False
+        self.rank = 0
+        self.world_size = 1
+        self._pid = os.getpid()
+        names = (*RANK_VARIABLES, PARENT_VARIABLE, PID_VARIABLE)
+        self._env = {name: os.environ.get(name) for name in names}
+
+    def adopt(self, store: Store, port: int, *, hosts: bool, outlives_ranks: bool = False) -> None:
+        """Use ``store``, under a prefix that another job at the same port does not use."""
+        names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+        run = "-".join(os.environ.get(name, "") for name in names)
+        self.store = with_prefix(f"lean_ddp/{run}", store)
+        self.port, self.hosts_store, self.outlives_ranks = port, hosts, outlives_ranks
+
+    def check_peers(self) -> None:
+        """Raise if a rank that is about to be met has ended already.
+
+        Raises:
+            RankFailedError: A child has ended.
+            LaunchError: The program of rank 0 is over.
+        """
+        for rank, code in self.children.ended().items():
+            what, exit_with = describe_exit(code)
+            raise RankFailedError(
+                f"[lean_ddp rank {self.rank}/{self.world_size}] rank {rank} failed first: {what}. Its own "
+                "output says why.",
+                rank=rank,
+                exit_code=exit_with,
+            )
+        if self.store is not None and self.rank != 0 and self.store.check([f"{_EXITING}/0"]):
+            raise LaunchError(
+                f"[lean_ddp rank {self.rank}/{self.world_size}] the program of rank 0 is over, but this "
+                "rank has called the trainer once more. Fix: call fit, validate, test and predict on "
+                "every rank, not inside 'if rank == 0'."
+            )
+
+    def end(self, failed: bool = False) -> BaseException | None:
+        """Take the session down: the group, the other ranks, the environment.
+
+        Args:
+            failed: The job has failed, so ranks that do not end are ended.
+
+        Returns:
+            The failure of another rank, if this one knew of none.
+
+        Collective: none; every rank ends its own.
+        """
+        failed = failed or self.failed
+        with contextlib.suppress(Exception):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        error = self._reap(self._limit_s(failed))
+        self.store = None
+        for name, value in self._env.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        return None if failed else error
+
+    def _limit_s(self, failed: bool) -> float | None:
+        return 3 * self.grace_s if failed else None
+
+    def _reap(self, limit_s: float | None) -> BaseException | None:
+        self.children.wait(limit_s)
+        for rank, code in sorted(self.children.ended().items()):
+            if code not in (0, exit_code.PREEMPTED):
+                what, exit_with = describe_exit(code)
+                message = f"[lean_ddp] rank {rank} failed after training: {what}. Its own output says why."
+                return RankFailedError(message, rank=rank, exit_code=exit_with)
+        return None
+
+    def at_exit(self) -> None:
+        """The program ends: say so, let the others finish, leave nobody behind."""
+        if os.getpid() != self._pid:  # a forked worker inherits this handler, not the session
+            return
+        crashed = getattr(sys, "last_value", None) is not None
+        store = self.store
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if store is not None:
+                store.set(f"{_EXITING}/{self.rank}", "1")
+                store.add("gone", 1)
+        error = self._reap(self._limit_s(self.failed or crashed))
+        if error is not None and not self.failed:
+            log.error("%s", error)
+            exit_code.remember(getattr(error, "exit_code", 1))
+        if store is not None and self.hosts_store and not self.children.processes:
+            _wait_for_farewells(store, self.world_size)
+
+
+def _wait_for_farewells(store: Store, world_size: int) -> None:
+    """The host of the store leaves last, so that the others can still read what happened."""
+    deadline = time.monotonic() + _FAREWELL_S
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        while store.add("gone", 0) < world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+_current: Session | None = None
+_spent: set[str] = set()
+
+
+def current() -> Session | None:
+    """The session of this process, if one was begun."""
+    return _current if _current is not None and _current._pid == os.getpid() else None
+
+
+def begin(key: str, grace_s: float) -> Session:
+    """The session of job ``key``: the running one, or a new one after an earlier job's has ended.
+
+    Raises:
+        LaunchError: The ranks of this very job have ended already.
+    """
+    global _current
+    session = current()
+    if session is not None and session.key == key:
+        return session
+    if session is not None:
+        end(failed=False)
+    if key in _spent:
+        raise LaunchError(
+            "[lean_ddp] the ranks of this program have ended, and they cannot be started a second time in "
+            "the middle of it. Fix: start the program anew; in a sweep, let the error end the job."
+        )
+    exit_code.arm()
+    session = _current = Session(key, grace_s)
+    atexit.register(_at_exit, session)
+    return session
+
+
+def end(failed: bool) -> BaseException | None:
+    """End the session of this process, if there is one; see :meth:`Session.end`."""
+    global _current
+    session = current()
+    if session is None:
+        return None
+    atexit.unregister(_at_exit)
+    _current = None
+    _spent.add(session.key)
+    return session.end(failed)
+
+
+def _at_exit(session: Session) -> None:
+    session.at_exit()

@@ -1,0 +1,199 @@
+"""Every private name of Lightning that starting and stopping a run touches.
+
+As :mod:`lightning_dp.trainer_seams`: one small function each, with what it falls back to when the name
+has gone, and a test of both.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.strategies import launchers as _launchers
+from lightning.pytorch.utilities import exceptions as _exceptions
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+# -- Launchers. Lightning's Ctrl+C and its return values depend on these classes.
+
+ScriptLauncher: Any = getattr(_launchers, "_SubprocessScriptLauncher", object)
+ProcessLauncher: Any = getattr(_launchers, "_MultiProcessingLauncher", object)
+
+
+def interrupt(trainer: pl.Trainer, error: BaseException) -> None:
+    """Do what Lightning does when a trainer is interrupted: ``on_exception``, loggers, tear-down.
+
+    In a process that was forked or spawned for a rank nobody else does. Falls back to nothing.
+    """
+    from lightning.pytorch.trainer import call
+
+    hooks, teardown = getattr(call, "_interrupt", None), getattr(trainer, "_teardown", None)
+    if hooks is not None and teardown is not None:
+        hooks(trainer, error)
+        teardown()
+
+
+def set_num_threads(num_processes: int) -> None:
+    """Give each rank its share of cores, unless the user chose. Falls back to nothing."""
+    from lightning.fabric.utilities import distributed
+
+    choose = getattr(distributed, "_set_num_threads_if_needed", None)
+    if choose is not None:
+        choose(num_processes=num_processes)
+
+
+def process_group_backend(strategy: Any) -> str:
+    """The backend that the strategy would choose; falls back to its option, then to the device's."""
+    choose = getattr(strategy, "_get_process_group_backend", None)
+    if choose is not None:
+        return str(choose())
+    given = strategy.process_group_backend
+    return str(given or ("nccl" if strategy.root_device.type == "cuda" else "gloo"))
+
+
+def timeout_of(strategy: Any) -> timedelta:
+    """The strategy's timeout for collectives; falls back to torch's default."""
+    given = getattr(strategy, "_timeout", None)
+    return given if isinstance(given, timedelta) else timedelta(minutes=30)
+
+
+def is_agreed_end(error: BaseException) -> bool:
+    """Whether all ranks end this way together: a tuner that has seen enough."""
+    kind = getattr(_exceptions, "_TunerExitException", None)
+    return kind is not None and isinstance(error, kind)
+
+
+# -- Signals
+
+
+def replace_signal_handlers(
+    trainer: pl.Trainer, handle: Callable[[int], None]
+) -> Callable[[], None]:
+    """Let ``handle(signum)`` see the signals that Lightning would act on inside of a handler.
+
+    Lightning broadcasts in its SIGTERM handler and saves a checkpoint in the one for SLURM's requeue
+    signal. Both wait for ranks that may be anywhere. Falls back to Lightning's own handlers.
+
+    Returns:
+        Undoes it.
+    """
+    connector = getattr(trainer, "_signal_connector", None)
+    names = ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
+    present = [name for name in names if hasattr(connector, name)]
+    for name in present:
+        setattr(connector, name, lambda signum, frame: handle(int(signum)))
+
+    def undo() -> None:
+        for name in present:
+            vars(connector).pop(name, None)
+
+    return undo
+
+
+def requeue_on_slurm(trainer: pl.Trainer) -> bool:
+    """Save SLURM's checkpoint and requeue the job, as Lightning's handler would; False without one.
+
+    Collective: every rank, at the same step: it saves a checkpoint.
+    """
+    connector = getattr(trainer, "_signal_connector", None)
+    act = getattr(type(connector), "_slurm_sigusr_handler_fn", None)
+    environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+    number = getattr(environment, "requeue_signal", None) or signal.SIGTERM
+    if act is None or not getattr(environment, "auto_requeue", False):
+        return False
+    act(connector, number, None)
+    return True
+
+
+def silence_per_batch_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
+    """Take away the broadcast of a stop flag before each micro-batch; returns what undoes it.
+
+    It blocks the host once per micro-batch and swallows the error of a lost rank. Without the name there
+    is nothing to take away.
+    """
+    loop = getattr(trainer.fit_loop, "epoch_loop", None)
+    if not hasattr(loop, "_broadcast_sigterm_tensor"):
+        return lambda: None
+    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[union-attr]
+
+    def undo() -> None:
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+
+    return undo
+
+
+def after_each_batch(trainer: pl.Trainer, act: Callable[[], None]) -> Callable[[], None]:
+    """Call ``act`` after each batch of training and evaluation, when all of its hooks have run.
+
+    The loops then count the batch as completed, and save a checkpoint made by ``act`` as one made in
+    ``on_train_batch_end``. Falls back to a callback, which runs before the module's own hook.
+
+    Returns:
+        Undoes it.
+    """
+    connector = getattr(trainer, "_logger_connector", None)
+    original = getattr(connector, "on_batch_end", None)
+    if original is None:
+        return _callback_after_each_batch(trainer, act)
+
+    def on_batch_end() -> None:
+        original()
+        act()
+
+    connector.on_batch_end = on_batch_end  # type: ignore[union-attr]
+
+    def undo() -> None:
+        vars(connector).pop("on_batch_end", None)
+
+    return undo
+
+
+def _callback_after_each_batch(trainer: pl.Trainer, act: Callable[[], None]) -> Callable[[], None]:
+    from lightning.pytorch.callbacks import Callback
+
+    class AfterBatch(Callback):
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+            act()
+
+        on_validation_batch_end = on_test_batch_end = on_train_batch_end
+
+    callback = AfterBatch()
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks.append(callback)
+    return lambda: callbacks.remove(callback)
+
+
+# -- Loops
+
+
+def set_received_sigterm(trainer: pl.Trainer) -> None:
+    """Let the loops end where they look at ``trainer.received_sigterm``.
+
+    Without the name the loops are left at once.
+    """
+    connector = getattr(trainer, "_signal_connector", None)
+    if not hasattr(connector, "received_sigterm"):
+        raise _exceptions.SIGTERMException
+    connector.received_sigterm = True  # type: ignore[union-attr]
+
+
+def validation_progress(trainer: pl.Trainer) -> dict[str, Any] | None:
+    """The progress of the validation inside of training, to be given to :func:`rewind_validation`."""
+    loop = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
+    progress = getattr(loop, "batch_progress", None)
+    return progress.state_dict() if progress is not None else None
+
+
+def rewind_validation(trainer: pl.Trainer, before: dict[str, Any]) -> None:
+    """Let a checkpoint say that validation had begun and no batch of it was done.
+
+    The loops then run all of it when they are resumed. A checkpoint that says "half done" makes them run
+    as many batches as were missing, but from the beginning of the data.
+    """
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    progress.load_state_dict(before)
+    progress.increment_ready()
+    progress.increment_started()
