@@ -12,7 +12,7 @@ from typing import Any
 
 import hydra
 import lightning as L
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_dp.app.report import draw_curves, keep_earlier_metrics, print_table
 from lightning_dp.app.settings import Parts, build, explained
@@ -71,7 +71,9 @@ def _effective_batch(cfg: DictConfig, trainer: L.Trainer) -> int | str:
     batch_size = cfg.data.get("batch_size")
     if not isinstance(batch_size, int):
         return "not known (data.batch_size is not set)"
-    return batch_size * trainer.world_size * trainer.accumulate_grad_batches
+    if OmegaConf.select(cfg, "strategy.batch_size") != "global":
+        batch_size *= trainer.world_size
+    return batch_size * trainer.accumulate_grad_batches
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_dp.conf", config_name="train")
