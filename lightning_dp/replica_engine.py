@@ -255,16 +255,16 @@ class ReplicaEngine:
         self.windows.note_step(skipped=skipped)
         self.steps += 1
         if self._averaged:
-            self.before_use()
+            self.before_use(between_steps=True)
         every = self.options.check_replicas_every_n_steps
         local_sgd = self.hook[0] is not None and hasattr(self.hook[1], "start_localSGD_iter")
         if every and (self.steps == 1 or self.steps % every == 0) and not local_sgd:
             check_replicas(reducer, self.steps, self.options.on_mismatch)
 
-    def before_use(self) -> None:
+    def before_use(self, *, between_steps: bool = False) -> None:
         """Make buffers equal before they are read. Collective: every rank, unless one is failing."""
         if self.keeper is not None and not trainer_seams.is_unwinding(self.trainer):
-            self.keeper.before_use()
+            self.keeper.before_use(between_steps=between_steps)
 
     # Checkpoints
 
@@ -301,6 +301,8 @@ class ReplicaEngine:
         if batch_idx == 0 or groups != self._groups_seen:
             self._groups_seen = groups
             self._take_in_new()
+            if self.keeper is not None:
+                self.keeper.refresh()
 
     def _take_in_new(self) -> None:
         assert self.reducer is not None

@@ -214,6 +214,8 @@ class Reducer:
         if not self._reduces_early:
             return
         for slot in slots:
+            if slot.param.is_inference():
+                continue  # autograd refuses it: it can never be trained
             slot.deferred = any(fnmatch(slot.name, pattern) for pattern in self.deferred)
             trainable = slot.param.requires_grad
             # A frozen parameter is hooked as well: the hook survives freezing and unfreezing, and

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from lightning_dp.engine.bucket import is_dense
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.registry import ignored_names, named_buffers, named_parameters
+from lightning_dp.engine.registry import (
+    ignored_names,
+    named_buffers,
+    named_parameters,
+    refuse_unusable,
+)
 from lightning_dp.errors import ReplicaMismatchError
 
 CHUNK_BYTES = 64 * 2**20
@@ -131,7 +136,8 @@ def _broadcast_chunk(tensors: list[Tensor], group: ReplicaGroup) -> None:
     if group.rank == 0:
         return  # its values are the ones; a copy would only bump version counters
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+        with torch.inference_mode(tensor.is_inference()):  # outside, those refuse to be written
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _without_overlap(tensor: Tensor) -> Tensor:
@@ -148,10 +154,12 @@ def synchronize(module: nn.Module, group: ReplicaGroup) -> None:
     """Make all replicas equal to rank 0's.
 
     Raises:
+        ConfigError: A parameter is lazy, meta, a DTensor or on another device.
         ReplicaMismatchError: The ranks do not hold the same module.
 
     Collective: every rank, at start and when parameters were added. Blocks.
     """
+    refuse_unusable(named_parameters(module), group.device)
     compare(module, group)
     tensors = [*named_parameters(module).values(), *named_buffers(module).values()]
     broadcast(tensors, group)

@@ -200,7 +200,7 @@ def check(
                 for (_, p), (_, q) in zip(
                     module.named_parameters(), plain.named_parameters(), strict=True
                 ):
-                    if p.grad is not None:
+                    if p.grad is not None and lr:
                         g = p.grad.to_dense() if p.grad.is_sparse else p.grad
                         p.sub_(lr * g)
                         q.copy_(p)
