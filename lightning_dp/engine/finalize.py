@@ -40,10 +40,7 @@ def finish(reducer: Reducer, session: Session) -> None:
         else:
             _finish_together(reducer, session)
     except BaseException:
-        # A gradient that was not averaged must not be stepped on by whoever catches this.
-        for slot in reducer.registry.slots:
-            if slot.bucket is not None:
-                slot.param.grad = None
+        reducer.registry.clear_gradients()
         raise
     finally:
         if reducer.window.ends:

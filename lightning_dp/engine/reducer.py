@@ -207,6 +207,7 @@ class Reducer:
         self._session = None
         if session is not None:
             session.give_up(self, error)
+            self.registry.clear_gradients()
 
     # Hooks
 

@@ -98,6 +98,11 @@ class Registry:
             if id(p) not in self._known and (p.is_floating_point() or p.is_complex())
         }
 
+    def clear_gradients(self) -> None:
+        """Drop all gradients: one that was not averaged must not be stepped on by whoever goes on."""
+        for slot in self.slots:
+            slot.param.grad = None
+
     def drop_removed(self) -> list[Slot]:
         """Let go of parameters that the module no longer has; return their slots."""
         present = {id(p) for p in named_parameters(self.module).values()}
