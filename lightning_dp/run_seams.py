@@ -6,11 +6,13 @@ has gone, and a test of both.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import launchers as _launchers
 from lightning.pytorch.utilities import exceptions as _exceptions
 
@@ -197,3 +199,53 @@ def rewind_validation(trainer: pl.Trainer, before: dict[str, Any]) -> None:
     progress.load_state_dict(before)
     progress.increment_ready()
     progress.increment_started()
+
+
+# -- Checkpoints
+
+
+def checkpoint_io(strategy: Any, default: CheckpointIO) -> CheckpointIO:
+    """The strategy's plugin for checkpoints; ``default`` where the user gave none, or inside a wrapper.
+
+    Without Lightning's attribute it is ``default``.
+    """
+    from lightning.pytorch.plugins.io import wrapper
+
+    given = getattr(strategy, "_checkpoint_io", None)
+    if given is None:
+        return default
+    wraps = getattr(wrapper, "_WrappingCheckpointIO", None)
+    if wraps is not None and isinstance(given, wraps):
+        inner = given.checkpoint_io
+        if inner is None or type(inner) is TorchCheckpointIO:
+            given.checkpoint_io = default
+    return given  # type: ignore[no-any-return]
+
+
+def atomic_links(trainer: pl.Trainer) -> Callable[[], None]:
+    """Let ``ModelCheckpoint(save_last="link")`` replace its link in one step; returns what undoes it.
+
+    Lightning removes the link and makes a new one: a process killed in between leaves none, and a run
+    resumed from ``"last"`` would begin anew. Without the name Lightning's way stays.
+    """
+    callbacks = [
+        callback
+        for callback in getattr(trainer, "checkpoint_callbacks", ())
+        if getattr(callback, "save_last", None) == "link" and hasattr(callback, "_link_checkpoint")
+    ]
+    for callback in callbacks:
+        callback._link_checkpoint = _link_checkpoint
+
+    def undo() -> None:
+        for callback in callbacks:
+            vars(callback).pop("_link_checkpoint", None)
+
+    return undo
+
+
+def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+    if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+        fresh = f"{linkpath}.{os.getpid()}"
+        os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), fresh)
+        os.replace(fresh, linkpath)
+    trainer.strategy.barrier("link_checkpoint")

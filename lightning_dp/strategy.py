@@ -19,11 +19,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dp import trainer_seams
+from lightning_dp import run_seams, trainer_seams
 from lightning_dp.batch_plan import batch_plan
 from lightning_dp.data_plane import DataOptions, DataPlane
 from lightning_dp.engine.timing import SessionTimes
 from lightning_dp.engine.window import WindowTotals
+from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
+from lightning_dp.launch.options import FaultOptions
+from lightning_dp.launch.supervisor import Supervisor
 from lightning_dp.measure.stats import StepStats, step_stats
 from lightning_dp.options import DDP_ONLY, EngineOptions, as_timedelta, refuse_unknown
 from lightning_dp.replica_engine import ReplicaEngine
@@ -90,6 +93,14 @@ class LeanDDPStrategy(DDPStrategy):
             ``"fork"``, ``"spawn"`` and ``"forkserver"`` run the Trainer's call in new processes.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
         timeout: Seconds (or a timedelta) after which a collective gives up.
+        rendezvous_timeout_s: Seconds to wait at the start for ranks that are missing; they are named.
+        error_grace_s: When a rank fails, the others are interrupted; after this many seconds their
+            connections are cut, and after as many again they end themselves.
+        stall_report_s: Seconds after which a wait for other ranks is reported, with who has not come;
+            0 for never.
+        preempt_signals: Signals, on any rank, that make all ranks stop at the same step.
+        on_preempt: Then write a ``"checkpoint"`` where ``ckpt_path="last"`` finds it and end with exit
+            code 143; or only ``"stop"``; or ``"ignore"`` what Lightning does with these signals.
         find_unused_parameters: Accepted from configs of ``ddp``; does nothing.
         static_graph: Accepted from configs of ``ddp``; does nothing.
         gradient_as_bucket_view: Accepted from configs of ``ddp``; does nothing.
@@ -144,6 +155,11 @@ class LeanDDPStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT_S,
+        rendezvous_timeout_s: float = 120.0,
+        error_grace_s: float = 3.0,
+        stall_report_s: float = 30.0,
+        preempt_signals: Sequence[str] = ("SIGTERM",),
+        on_preempt: Literal["checkpoint", "stop", "ignore"] = "checkpoint",
         find_unused_parameters: bool | None = None,
         static_graph: bool | None = None,
         gradient_as_bucket_view: bool | None = None,
@@ -179,6 +195,13 @@ class LeanDDPStrategy(DDPStrategy):
             gather_predictions=gather_predictions,
             strict_data=strict_data,
         )
+        faults = FaultOptions(
+            rendezvous_timeout_s=rendezvous_timeout_s,
+            error_grace_s=error_grace_s,
+            stall_report_s=stall_report_s,
+            preempt_signals=tuple(preempt_signals),
+            on_preempt=on_preempt,
+        )
         self._batch = batch
         self._ported = {
             "find_unused_parameters": find_unused_parameters,
@@ -205,6 +228,8 @@ class LeanDDPStrategy(DDPStrategy):
             self.options, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, self._timeout
         )
         self._data_plane = DataPlane(data, self._timeout)
+        self._supervisor = Supervisor(faults, self._engine)
+        self._atomic_io = AtomicCheckpointIO()
 
     # What users may ask
 
@@ -282,13 +307,25 @@ class LeanDDPStrategy(DDPStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. Collective: every rank. Blocks."""
+        if self._supervisor.failing:
+            return  # the others may never come
         self._data_plane.barrier(name)
-        super().barrier(name)
+        self._supervisor.barrier(name or "", super().barrier)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Take rank ``src``'s object. Collective: every rank. Blocks."""
+        plain = super().broadcast
+        return self._supervisor.while_waiting("broadcast", lambda: plain(obj, src), obj)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce over ranks; a mean of integers is not rounded. Collective: every rank. Blocks."""
-        tensor = self._data_plane.before_reduce(tensor, reduce_op)
-        return super().reduce(tensor, group, reduce_op)
+        plain = super().reduce
+
+        def call() -> Any:
+            ready = self._data_plane.before_reduce(tensor, reduce_op)
+            return plain(ready, group, reduce_op)
+
+        return self._supervisor.while_waiting("reduce", call, tensor)
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
@@ -311,6 +348,16 @@ class LeanDDPStrategy(DDPStrategy):
         """Merge predictions, if asked to. Collective: every rank."""
         super().on_predict_end()
         self._data_plane.predict_ends()
+        self._supervisor.evaluation_ends()
+
+    # Processes
+
+    def _configure_launcher(self) -> None:
+        self._launcher = self._supervisor.make_launcher(self, self._start_method)
+
+    def setup_distributed(self) -> None:
+        """Meet the other ranks and begin to watch over them. Collective: every rank. Blocks."""
+        self._supervisor.setup_distributed(self, super().setup_distributed)
 
     # Set-up
 
@@ -358,6 +405,7 @@ class LeanDDPStrategy(DDPStrategy):
         Collective: every rank at ``batch_idx`` 0.
         """
         super().on_train_batch_start(batch, batch_idx)
+        self._supervisor.batch_starts(batch_idx)
         self._data_plane.batch_begins()
         self._engine.before_batch(batch_idx)
 
@@ -412,16 +460,29 @@ class LeanDDPStrategy(DDPStrategy):
 
     def on_validation_start(self) -> None:
         """Make buffers equal. Collective: every rank."""
+        self._supervisor.evaluation_starts()
         self._engine.before_use()
         super().on_validation_start()
 
+    def on_validation_end(self) -> None:
+        """Stop here if a rank was asked to. Collective: every rank."""
+        super().on_validation_end()
+        self._supervisor.evaluation_ends()
+
     def on_test_start(self) -> None:
         """Make buffers equal. Collective: every rank."""
+        self._supervisor.evaluation_starts()
         self._engine.before_use()
         super().on_test_start()
 
+    def on_test_end(self) -> None:
+        """Stop here if a rank was asked to. Collective: every rank."""
+        super().on_test_end()
+        self._supervisor.evaluation_ends()
+
     def on_predict_start(self) -> None:
         """Make buffers equal. Collective: every rank."""
+        self._supervisor.evaluation_starts()
         self._engine.before_use()
         super().on_predict_start()
 
@@ -445,10 +506,21 @@ class LeanDDPStrategy(DDPStrategy):
 
     # Checkpoints
 
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes checkpoints atomically, unless a plugin was given."""
+        return run_seams.checkpoint_io(self, self._atomic_io)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Add what only the strategy knows, then save on rank 0. Collective: every rank."""
+        if self._supervisor.only_launches:
+            return  # the ranks that failed were other processes; nothing of theirs is here
         if self._engine.windows.postpone(
             filepath, "optimizer_states" not in checkpoint, storage_options
         ):

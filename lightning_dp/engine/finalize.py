@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_dp.engine.agreement import Profile, agree, raise_remote_errors
 from lightning_dp.engine.bucket import Bucket, Slot
 from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.patience import wait_patiently
 from lightning_dp.engine.report import Report
 from lightning_dp.engine.sparse import check_sparse, reduce_sparse
 from lightning_dp.engine.timing import now
@@ -141,7 +142,7 @@ def _round(reducer: Reducer, session: Session, *, new: bool) -> Tensor:
     session.times.waits(reducer.group.device)
     for position, (bucket, work) in enumerate(session.in_flight):
         session.waiting_for = bucket
-        work.wait()
+        wait_patiently(work, on_host=reducer.group.host_reads_are_free)
         session.times.waited(position - len(session.in_flight))
     session.waiting_for = None
     tail = carrier.control if carrier is not None else _receive(session, separate)
@@ -207,6 +208,8 @@ def _act_on(reducer: Reducer, report: Report) -> None:
     """
     means = report.means()
     group = reducer.group
+    if means[Control.STOP] > 0 and reducer.on_stop is not None:
+        reducer.on_stop()
     if means[Control.ERROR] > 0:
         raise_remote_errors(group.all_gather_object(None), group.rank)
     if means[Control.LATE] > 0:

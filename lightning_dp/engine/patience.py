@@ -5,11 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 _SLICE = timedelta(milliseconds=200)
 _TIMED_OUT = "operation timed out"
 
 
-def wait_patiently(work: Any) -> None:
+def wait_patiently(work: Any, *, on_host: bool = True) -> None:
     """Wait for ``work`` on the host, in slices between which Python runs its signal handlers.
 
     For groups whose ``wait`` blocks the host (gloo): a plain ``wait`` there cannot be ended by anything but
@@ -18,12 +20,16 @@ def wait_patiently(work: Any) -> None:
 
     Args:
         work: What an asynchronous collective returned.
+        on_host: Whether the host waits at all; on CUDA only the stream does.
 
     Raises:
         RuntimeError: The collective itself failed.
 
     Collective: completes one that was issued on every rank. Blocks.
     """
+    if not on_host or not isinstance(work, dist.Work):
+        work.wait()
+        return
     while True:
         try:
             work.wait(_SLICE)

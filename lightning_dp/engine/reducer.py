@@ -90,6 +90,7 @@ class Reducer:
         self.keeper = keeper
         self._means: Tensor | None = None
         self._report: Report | None = None
+        self.on_stop: Callable[[], None] | None = None  # called on all ranks when any asked to stop
         self.times: SessionTimes | None = None
         self.exact_times = False
         self.sessions = 0

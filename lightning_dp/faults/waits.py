@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning_dp.errors import some_names
@@ -36,11 +36,18 @@ class Wait:
 
 
 class Waits:
-    """What the training thread waits for now; written by it, read by the watching thread."""
+    """What the training thread waits for now; written by it, read by the watching thread.
+
+    Attributes:
+        current: A wait inside of :meth:`waiting`.
+        source: Asked otherwise: what the engine waits for, and the parameters in it.
+    """
 
     def __init__(self) -> None:
         self.current: Wait | None = None
+        self.source: Callable[[], tuple[str, tuple[str, ...]] | None] | None = None
         self._serial = 0
+        self._seen: Wait | None = None
 
     @contextlib.contextmanager
     def waiting(self, what: str, names: tuple[str, ...] = ()) -> Iterator[None]:
@@ -53,9 +60,24 @@ class Waits:
         finally:
             self.current = outer
 
+    def look(self) -> Wait | None:
+        """What is waited for now; called by the watching thread.
+
+        What ``source`` tells has no beginning; it begins when it is first seen here.
+        """
+        wait = self.current
+        told = self.source() if wait is None and self.source is not None else None
+        if wait is not None or told is None:
+            self._seen = None
+            return wait
+        if self._seen is None or (self._seen.what, self._seen.names) != told:
+            self._serial += 1
+            self._seen = Wait(told[0], time.monotonic(), self._serial, told[1])
+        return self._seen
+
     def to_json(self) -> dict[str, Any]:
         """This rank's report for the others."""
-        wait = self.current
+        wait = self.look()
         if wait is None:
             return {"what": "", "serial": self._serial, "age_s": 0.0, "names": []}
         age = time.monotonic() - wait.since

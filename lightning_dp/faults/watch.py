@@ -180,7 +180,7 @@ class Watch:
     def _tell(self) -> None:
         """Publish what this rank waits for; explain a stall; prove a deadlock."""
         now = time.monotonic()
-        wait = self._waits.current
+        wait = self._waits.look()
         age = now - wait.since if wait is not None else 0.0
         if age < _REPORT_WAITS_AFTER_S and now < self._next_beat:
             return

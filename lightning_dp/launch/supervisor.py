@@ -6,13 +6,15 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_dp import hydra_seams, run_seams
+from lightning_dp.engine.reducer import Reducer
+from lightning_dp.engine.window import AccumulationWindow
 from lightning_dp.faults.guard import Guard
 from lightning_dp.faults.preemption import Preemption
 from lightning_dp.faults.store import with_prefix
@@ -32,14 +34,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+_AGREEMENT_TIMEOUT_S = 1800.0
+
+
+class EngineView(Protocol):
+    """What is asked of the engine.
+
+    Attributes:
+        window: Its ``stop`` travels with the gradients; ``micro_batches`` is 0 between windows.
+        reducer: None outside of training.
+    """
+
+    window: AccumulationWindow
+    reducer: Reducer | None
+
 
 class Supervisor:
     """Follows the strategy from the launch to the end of each call of the trainer.
 
     Args:
         options: Checked options.
-        window_is_closed: Whether no accumulation is going on.
-        tail_carries_stop: Whether gradients carry the request to stop.
+        engine: What is asked of the engine.
 
     Attributes:
         guard: The failure channel.
@@ -47,14 +63,9 @@ class Supervisor:
         only_launches: This process started the ranks of a failed run and is none itself.
     """
 
-    def __init__(
-        self,
-        options: FaultOptions,
-        *,
-        window_is_closed: Callable[[], bool],
-        tail_carries_stop: Callable[[], bool],
-    ) -> None:
+    def __init__(self, options: FaultOptions, engine: EngineView) -> None:
         self.options = options
+        self._engine = engine
         self.preemption = Preemption()
         self.guard = Guard(
             error_grace_s=options.error_grace_s,
@@ -62,8 +73,9 @@ class Supervisor:
             is_agreed=self._is_agreed,
         )
         self.guard.on_failure.append(torchrun.record)
-        self._window_is_closed = window_is_closed
-        self._tail_carries_stop = tail_carries_stop
+        self.guard.waits.source = self._engine_waits
+        self.guard.where = self._where
+        self._trainer: pl.Trainer | None = None
         self._stopper: Stopper | None = None
         self._session: sessions.Session | None = None
         self.only_launches = False
@@ -111,6 +123,7 @@ class Supervisor:
         Collective: every rank calls it; it does not communicate by itself.
         """
         self.preemption = Preemption()
+        self._trainer = trainer
         try:
             with self.guard.guarding(), self._stoppable(trainer):
                 return function(*args, **kwargs)
@@ -121,20 +134,22 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _stoppable(self, trainer: pl.Trainer | None) -> Any:
-        if trainer is None or self.options.on_preempt == "ignore":
+        if trainer is None:
             yield
             return
+        undo_links = run_seams.atomic_links(trainer)
         self._stopper = stopper = Stopper(
             trainer,
             self.preemption,
             self.guard,
             on_preempt=self.options.on_preempt,
             signals=self.options.signals,
-            timeout_s=1800.0,
+            timeout_s=_AGREEMENT_TIMEOUT_S,
             window_is_closed=self._window_is_closed,
             tail_carries_stop=self._tail_carries_stop,
         )
-        stopper.install()
+        if self.options.on_preempt != "ignore":
+            stopper.install()
         try:
             yield
         except BaseException as error:
@@ -143,6 +158,7 @@ class Supervisor:
             raise
         finally:
             stopper.remove()
+            undo_links()
             self._stopper = None
 
     def _is_agreed(self, error: BaseException) -> bool:
@@ -223,9 +239,60 @@ class Supervisor:
         assert self.guard.watch is not None
         self.guard.watch.hooks.append(self.preemption.share)
 
+    def while_waiting(self, what: str, call: Callable[[], T], alone: T) -> T:
+        """Communicate through ``call``; where this rank is failing, do not, and return ``alone``.
+
+        Collective: as ``call``'s.
+        """
+        if self.guard.failing:
+            return alone
+        with self.guard.waits.waiting(what):
+            return call()
+
     def barrier(self, name: str, plain: Callable[[], None]) -> None:
         """See :meth:`Guard.barrier`. Collective: every rank, unless this one is failing. Blocks."""
         self.guard.barrier(name, plain)
+
+    def batch_starts(self, batch_idx: int) -> None:
+        """A micro-batch of training begins: a request to stop travels with its gradients."""
+        self._engine.window.stop = self.preemption.local_stop
+        reducer = self._engine.reducer
+        if batch_idx == 0 and reducer is not None:
+            reducer.on_stop = self._stop_has_travelled
+
+    def _stop_has_travelled(self) -> None:
+        """All ranks have read at the same step that one of them was asked to stop."""
+        if self._trainer is not None:
+            self.preemption.agreed_stop(self._trainer.global_step)
+
+    def _window_is_closed(self) -> bool:
+        return self._engine.window.micro_batches == 0
+
+    def _tail_carries_stop(self) -> bool:
+        reducer = self._engine.reducer
+        module = self._trainer.lightning_module if self._trainer is not None else None
+        automatic = module is not None and module.automatic_optimization
+        return automatic and reducer is not None and reducer.group.world_size > 1
+
+    def _engine_waits(self) -> tuple[str, tuple[str, ...]] | None:
+        """Called by the watching thread: what the engine waits for."""
+        reducer = self._engine.reducer
+        bucket = reducer.waiting_for if reducer is not None else None
+        if bucket is None or reducer is None:
+            return None
+        names = tuple(bucket.names)
+        return f"the gradients of step {self._step()}, bucket {bucket.index}", names
+
+    def _where(self) -> str:
+        """What this rank is doing, for reports."""
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn is None:
+            return ""
+        stage = trainer.state.stage
+        return f"{trainer.state.fn.value}, {stage.value if stage else 'start'}, step {self._step()}"
+
+    def _step(self) -> int:
+        return self._trainer.global_step if self._trainer is not None else -1
 
     def evaluation_starts(self) -> None:
         """A validation, test or prediction begins. Collective: none."""
@@ -239,4 +306,4 @@ class Supervisor:
 
     def __getstate__(self) -> dict[str, Any]:
         """A spawned rank begins a session of its own."""
-        return {**self.__dict__, "_session": None, "_stopper": None}
+        return {**self.__dict__, "_session": None, "_stopper": None, "_trainer": None}

@@ -1,0 +1,110 @@
+"""Checkpoints that are there or not: a process killed at any moment leaves the old file or the new one.
+
+[Note: rename] The new file is written beside the old one, brought to the disk, and renamed over it, which
+the file system does as one step. Lightning's default writes to the system's temporary folder and moves:
+across file systems, as between /tmp and most homes, a move is a copy, and a copy can be cut in half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+_MARK = ".lean_ddp-"  # in the names of files that are being written
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes local checkpoints atomically; remote ones as Lightning does.
+
+    Removing keeps a file for as long as a symbolic link beside it (``last.ckpt`` of
+    ``ModelCheckpoint(save_last="link")``) leads to it: a process killed between a removal and the new
+    link would leave a link to nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: set[Path] = set()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write ``checkpoint`` to ``path`` ([Note: rename]).
+
+        Raises:
+            TypeError: ``storage_options`` were given, as from Lightning.
+            OSError: The disk is full or not writable; a file that was there before still is.
+        """
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._sweep(target)
+        partial = target.with_name(f".{target.name}{_MARK}{os.getpid()}-{secrets.token_hex(4)}")
+        try:
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+        _sync_folder(target.parent)
+        self._remove_kept()
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove ``path``, unless a link beside it still leads to it; then at the next chance."""
+        target = Path(path)
+        if "://" not in str(path) and _is_linked(target):
+            self._kept.add(target)
+            return
+        super().remove_checkpoint(path)
+        if "://" not in str(path):
+            self._remove_kept()
+
+    def teardown(self) -> None:
+        """Remove what can be removed now."""
+        self._remove_kept()
+        super().teardown()
+
+    def _remove_kept(self) -> None:
+        for path in [path for path in self._kept if not _is_linked(path)]:
+            self._kept.discard(path)
+            path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _sweep(target: Path) -> None:
+        """Remove what killed processes left of earlier attempts to write this file."""
+        for left in target.parent.glob(f".{target.name}{_MARK}*"):
+            with contextlib.suppress(OSError):
+                left.unlink()
+
+
+def _is_linked(target: Path) -> bool:
+    """Whether a symbolic link in the same folder leads to ``target``."""
+    try:
+        entries = list(os.scandir(target.parent))
+    except OSError:
+        return False
+    for entry in entries:
+        if entry.is_symlink() and entry.name != target.name:
+            with contextlib.suppress(OSError):
+                if Path(target.parent, os.readlink(entry.path)).resolve() == target.resolve():
+                    return True
+    return False
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a rename to the disk. Not every system lets a folder be opened."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
