@@ -112,6 +112,8 @@ class EngineOptions:
             first_bytes=min(cap, MIB),
             last_bytes=min(cap, MIB),
             reduce_dtype=dtype,
+            # On an accelerator gradients arrive when the host does not look; there the default holds.
+            tune=self.bucket_cap_mb == "auto" and device.type == "cpu",
         )
 
 

@@ -22,12 +22,14 @@ class LayoutOptions:
         first_bytes: Most bytes of the first bucket.
         last_bytes: Most bytes of the last bucket.
         reduce_dtype: Type on the wire; ``None`` sends each gradient in its own.
+        tune: Whether sizes are to be chosen by measuring (``bucket_cap_mb="auto"``).
     """
 
     cap_bytes: int = 4 * MIB
     first_bytes: int = 1 * MIB
     last_bytes: int = 1 * MIB
     reduce_dtype: torch.dtype | None = None
+    tune: bool = False
 
     def wire_dtype(self, slot: Slot) -> torch.dtype:
         """The type in which the slot's gradient travels."""
@@ -70,20 +72,42 @@ class Layout:
                 slot.sparse = True
                 self.sparse.append(slot)
                 continue
-            dtype = self.options.wire_dtype(slot)
-            key = (str(dtype), slot.partition)
-            specs.append(SlotSpec(number, slot.numel * dtype.itemsize, key))
+            specs.append(self.spec(slot))
         cap, first, last = self._caps()
         early = [spec for spec in specs if not slots[spec.index].deferred]
         late = [spec for spec in specs if slots[spec.index].deferred]
         planned = plan_buckets(early, cap, first, last) + plan_buckets(late, cap, cap, cap)
-        new: list[Bucket] = []
-        for numbers in planned:
-            members = [slots[number] for number in numbers]
-            dtype = self.options.wire_dtype(members[0])
-            new.append(Bucket(len(self.buckets) + len(new), members, dtype, self.device))
+        new = self._make(planned, slots, len(self.buckets))
         self.buckets.extend(new)
         return new
+
+    def spec(self, slot: Slot) -> SlotSpec:
+        """What planning needs to know of ``slot``."""
+        dtype = self.options.wire_dtype(slot)
+        return SlotSpec(slot.index, slot.numel * dtype.itemsize, (str(dtype), slot.partition))
+
+    def replan(self, order: Sequence[int], slots: Sequence[Slot], options: LayoutOptions) -> None:
+        """Cut the buckets of the slots in ``order`` anew; others stay. Between two sessions only.
+
+        Gradients that live in the old buckets stay valid: they keep that memory alive.
+        """
+        self.options = options
+        concerned = set(order)
+        kept = [b for b in self.buckets if not concerned.issuperset(s.index for s in b.slots)]
+        planned = plan_buckets([self.spec(slots[number]) for number in order], *self._caps())
+        for number in order:
+            slots[number].view = slots[number].grad_view = None
+        self.buckets = self._make(planned, slots, 0) + kept
+        for index, bucket in enumerate(self.buckets):
+            bucket.index = index
+
+    def _make(self, planned: list[list[int]], slots: Sequence[Slot], first: int) -> list[Bucket]:
+        buckets = []
+        for index, numbers in enumerate(planned, first):
+            members = [slots[number] for number in numbers]
+            dtype = self.options.wire_dtype(members[0])
+            buckets.append(Bucket(index, members, dtype, self.device))
+        return buckets
 
     def _caps(self) -> tuple[int, int, int]:
         return self.options.cap_bytes, self.options.first_bytes, self.options.last_bytes

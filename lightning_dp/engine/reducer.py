@@ -39,6 +39,7 @@ from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.layout import Layout, LayoutOptions
 from lightning_dp.engine.registry import Registry
 from lightning_dp.engine.report import Report
+from lightning_dp.engine.retune import TUNE_AT, tune
 from lightning_dp.engine.session import Session
 from lightning_dp.engine.timing import SessionTimes, now
 from lightning_dp.engine.window import AccumulationWindow, WindowTotals
@@ -97,6 +98,7 @@ class Reducer:
         self._session: Session | None = None
         self._handles: dict[int, Any] = {}  # by slot number
         self._reduces_early = group.world_size > 1
+        seams.keep_dynamo_out()
         self._attach(self.registry.slots)
 
     # Life cycle
@@ -190,6 +192,8 @@ class Reducer:
             return
         try:
             finish(self, session)
+            if session.arrivals is not None:
+                tune(self, session)
         finally:
             self._session = None
             self.times = session.times
@@ -244,6 +248,8 @@ class Reducer:
         session = self._session
         if session is None:
             session = self._open(outermost=False)
+        if session.arrivals is not None:
+            session.arrivals[slot.index] = now()
         nested = seams.graph_task_id() != session.task
         bucket = slot.bucket
         if slot.session == session.number:
@@ -272,6 +278,8 @@ class Reducer:
             )
         self.sessions += 1
         session = Session(self, self.sessions, task)
+        if self.layout.options.tune and self.sessions == TUNE_AT and self.wire.carries_flags:
+            session.arrivals = {}
         self._session = session
         seams.queue_end_of_backward(self._end_of_backward)
         return session

@@ -36,6 +36,9 @@ class Session:
     ) -> None:
         self.number = number
         self.task = task
+        self.arrivals: dict[int, float] | None = (
+            None  # by slot, in the one session that is measured
+        )
         self.times = SessionTimes(exact=reducer.exact_times)
         self.partition = partition  # None: all
         self.sequence, self.early = _sequence(reducer, partition)
@@ -191,7 +194,9 @@ def fill(bucket: Bucket, session: Session, *, empty: bool = False, check: bool =
 
 def _check_finite(bucket: Bucket, session: Session) -> None:
     views = [slot.view for slot in bucket.slots if slot.view is not None]
-    wide = torch.promote_types(bucket.dtype, torch.float32)  # a half's norm overflows before it does
+    wide = torch.promote_types(
+        bucket.dtype, torch.float32
+    )  # a half's norm overflows before it does
     norms = torch._foreach_norm(views, 2, wide)
     squared = torch.stack([norm.double() for norm in norms]).square()
     session.squared_norm += float(squared.sum())

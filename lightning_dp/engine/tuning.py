@@ -1,0 +1,140 @@
+"""Automatic bucket sizes: what this link and this backward were measured to be, put into a small model.
+
+A bucket can leave when its last gradient has arrived and its predecessors have left; the wire carries
+one after another, each for ``latency_s + bytes * s_per_byte``; the last one, which carries the control
+tail, leaves when the backward has ended. What finishes after that is exposed. Large buckets leave much
+to wait for at the end, small ones pay latency each: the model is asked for a few sizes, and the layout
+is fixed by what it answers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_dp.engine.bucket import SlotSpec, plan_buckets
+from lightning_dp.engine.group import ReplicaGroup
+
+MIB = 2**20
+CAPS_MIB = (25.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5)
+SMALL_BYTES = 64 * 1024
+LARGE_BYTES = 2 * MIB
+REPEATS = 3
+# What the host does for a bucket besides sending it: one copy call, one launch, one wait.
+HOST_S_PER_BUCKET = 1e-4
+# A larger bucket is preferred unless a smaller one is expected to save at least this share of a step.
+WORTH = 0.01
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an all-reduce of this group costs.
+
+    Attributes:
+        latency_s: Seconds that it takes whatever its size.
+        s_per_byte: Seconds a byte.
+    """
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, nbytes: int) -> float:
+        """Expected seconds of one all-reduce."""
+        return self.latency_s + nbytes * self.s_per_byte
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout and what was expected of it.
+
+    Attributes:
+        cap_bytes: Most bytes of a bucket.
+        last_bytes: Most bytes of the last bucket.
+        exposed_s: Expected wait after the backward.
+        exposed_default_s: The same for torch's default of 25 MiB.
+    """
+
+    cap_bytes: int
+    last_bytes: int
+    exposed_s: float
+    exposed_default_s: float
+
+
+def measure_link(group: ReplicaGroup) -> Link:
+    """Time a few all-reduces of two sizes.
+
+    Collective: every rank, between two steps, once. Blocks; 6 MiB are sent.
+    """
+    seconds = []
+    for nbytes in (SMALL_BYTES, LARGE_BYTES):
+        payload = torch.zeros(nbytes // 4, device=group.device)
+        group.all_reduce_mean(payload)  # connections and memory are set up by the first one
+        rounds = []
+        for _ in range(REPEATS):
+            begin = time.perf_counter()
+            group.all_reduce_mean(payload)
+            rounds.append(time.perf_counter() - begin)
+        seconds.append(statistics.median(rounds))
+    slope = max(0.0, seconds[1] - seconds[0]) / (LARGE_BYTES - SMALL_BYTES)
+    return Link(max(1e-5, seconds[0] - slope * SMALL_BYTES), slope)
+
+
+def expected_wait_s(
+    arrivals_s: Sequence[float],
+    specs: Sequence[SlotSpec],
+    backward_s: float,
+    link: Link,
+    caps: tuple[int, int, int],
+) -> tuple[float, int]:
+    """Return the wait after the backward under one layout, and its number of buckets.
+
+    Args:
+        arrivals_s: When each slot's gradient arrived, seconds since the backward began.
+        specs: The slots, in the same order.
+        backward_s: How long the backward took.
+        link: What a message costs.
+        caps: Most bytes of a bucket, of the first, of the last.
+    """
+    position = {spec.index: place for place, spec in enumerate(specs)}
+    plan = plan_buckets(specs, *caps)
+    free = left = 0.0
+    for number, bucket in enumerate(plan):
+        ready = max(arrivals_s[position[index]] for index in bucket)
+        left = backward_s if number == len(plan) - 1 else max(left, ready)
+        nbytes = sum(specs[position[index]].nbytes for index in bucket)
+        free = max(free, left) + link.seconds(nbytes)
+    return max(0.0, free - backward_s), len(plan)
+
+
+def choose(
+    arrivals_s: Sequence[float], specs: Sequence[SlotSpec], backward_s: float, link: Link
+) -> Choice:
+    """Pick the bucket sizes that are expected to expose least; never expected worse than 25 MiB.
+
+    Args:
+        arrivals_s: When each slot's gradient arrived, seconds since the backward began, ascending.
+        specs: The slots, in the same order.
+        backward_s: How long the backward took.
+        link: What a message costs.
+    """
+
+    def cost(cap: int, last: int) -> tuple[float, float]:
+        wait, count = expected_wait_s(
+            arrivals_s, specs, backward_s, link, (cap, min(cap, MIB), last)
+        )
+        return wait + count * HOST_S_PER_BUCKET, wait
+
+    default, default_wait = cost(int(CAPS_MIB[0] * MIB), MIB)
+    best = (int(CAPS_MIB[0] * MIB), MIB)
+    best_cost, best_wait = default, default_wait
+    for cap_mib in CAPS_MIB:
+        cap = int(cap_mib * MIB)
+        for last in dict.fromkeys((min(cap, MIB), min(cap, MIB // 4))):
+            total, wait = cost(cap, last)
+            if total < best_cost - WORTH * backward_s:
+                best, best_cost, best_wait = (cap, last), total, wait
+    return Choice(*best, best_wait, default_wait)

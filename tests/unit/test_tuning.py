@@ -1,0 +1,63 @@
+"""The model behind automatic bucket sizes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_dp.engine.bucket import SlotSpec
+from lightning_dp.engine.tuning import CAPS_MIB, MIB, Link, choose, expected_wait_s
+
+GBIT = Link(latency_s=3e-4, s_per_byte=8e-9)
+FAST = Link(latency_s=2e-5, s_per_byte=1 / 200e9)
+
+
+def layers(count=50, mib=0.5, backward_s=0.24):
+    """Equal layers whose gradients arrive evenly."""
+    specs = [SlotSpec(i, int(mib * MIB), ("f",)) for i in range(count)]
+    return [backward_s * (i + 1) / count for i in range(count)], specs, backward_s
+
+
+def test_one_bucket_is_exposed_whole():
+    arrivals, specs, backward_s = layers(4)
+    wait, count = expected_wait_s(arrivals, specs, backward_s, GBIT, (100 * MIB,) * 3)
+    assert count == 1
+    assert wait == pytest.approx(GBIT.seconds(2 * MIB))
+
+
+def test_a_wire_that_keeps_up_exposes_the_last_bucket_only():
+    arrivals, specs, backward_s = layers()
+    link = Link(1e-4, 1e-10)
+    wait, count = expected_wait_s(arrivals, specs, backward_s, link, (MIB // 2,) * 3)
+    assert count == 50
+    assert wait == pytest.approx(link.seconds(MIB // 2))
+
+
+def test_a_slow_link_gets_small_buckets():
+    choice = choose(*layers(), GBIT)
+    assert choice.cap_bytes <= 4 * MIB
+    assert choice.exposed_s < 0.5 * choice.exposed_default_s
+
+
+def test_a_fast_link_keeps_large_ones():
+    choice = choose(*layers(), FAST)
+    assert choice.cap_bytes == 25 * MIB
+
+
+def test_latency_speaks_against_small_buckets():
+    slow_to_start = Link(latency_s=2e-2, s_per_byte=1e-10)
+    assert choose(*layers(), slow_to_start).cap_bytes >= 8 * MIB
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_never_expected_worse_than_25_mib(seed):
+    draw = random.Random(seed)
+    count = draw.randint(1, 200)
+    specs = [SlotSpec(i, draw.randint(100, 8 * MIB), (draw.choice("ab"),)) for i in range(count)]
+    backward_s = draw.uniform(0.001, 1.0)
+    arrivals = sorted(draw.uniform(0, backward_s) for _ in range(count))
+    link = Link(10 ** draw.uniform(-5, -2), 10 ** draw.uniform(-11.5, -7))
+    choice = choose(arrivals, specs, backward_s, link)
+    assert choice.exposed_s <= choice.exposed_default_s + 1e-12
+    assert choice.cap_bytes / MIB in CAPS_MIB
