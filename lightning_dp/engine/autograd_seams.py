@@ -6,6 +6,8 @@ test removes the name and checks that.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -78,6 +80,22 @@ def not_traced(hook: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
+def keep_dynamo_out() -> bool:
+    """Tell dynamo, if it is in use, not to trace the engine; return whether it knows.
+
+    Under compiled autograd, hooks run while dynamo watches this thread, and it would try to compile
+    what they call. ``not_traced`` covers a hook, not its callees. Without the name, compiled autograd
+    fails with dynamo's own message; nothing else depends on it.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")  # not imported: nothing is compiled
+    if rules is None or not hasattr(rules, "add") or not hasattr(rules, "SKIP_DIRS"):
+        return False
+    folder = os.path.dirname(__file__)
+    if not any(path.startswith(folder) for path in rules.SKIP_DIRS):
+        rules.add(__package__)
+    return True
+
+
 @contextmanager
 def split_compiled_graphs(bucket_bytes_cap: int) -> Iterator[None]:
     """Let dynamo cut graphs that it compiles meanwhile at about ``bucket_bytes_cap`` of parameters.
@@ -90,8 +108,12 @@ def split_compiled_graphs(bucket_bytes_cap: int) -> Iterator[None]:
     if not hasattr(ddp, "_active_ddp_module"):
         yield
         return
+    keep_dynamo_out()
+    # The splitter refuses a cap below its own, fixed, first bucket.
+    least = getattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20)
+    shim = SimpleNamespace(bucket_bytes_cap=max(bucket_bytes_cap, least))
     before = ddp._active_ddp_module
-    ddp._active_ddp_module = SimpleNamespace(bucket_bytes_cap=bucket_bytes_cap)  # type: ignore[assignment]
+    ddp._active_ddp_module = shim  # type: ignore[assignment]
     try:
         yield
     finally:
