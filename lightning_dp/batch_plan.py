@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_dp import trainer_seams
 from lightning_dp.errors import ConfigError
 
 
@@ -53,3 +54,30 @@ def batch_plan(
             f"{micro} on {world_size} rank(s) needs {steps}. Leave it out, or set it to {steps}."
         )
     return steps, micro
+
+
+def check_micro(
+    loader: object, micro: int | None, module: Any, world_size: int, *, is_global: bool
+) -> None:
+    """Check that a training loader's batches are the micro-batches of the plan.
+
+    Args:
+        loader: A loader that is about to be sharded.
+        micro: Samples per rank and micro-batch; ``None`` checks nothing.
+        module: The LightningModule, to know whether this is training.
+        world_size: Ranks.
+        is_global: Whether the loader holds the whole world's batch (``batch_size="global"``).
+
+    Raises:
+        ConfigError: Names both numbers.
+    """
+    size = getattr(loader, "batch_size", None)
+    trainer = trainer_seams.attached_trainer(module)
+    if micro is None or size is None or trainer is None or not trainer.training:
+        return
+    allowed = micro * world_size if is_global else micro
+    if size != allowed:
+        raise ConfigError(
+            f"the training loader's batch_size is {size}, but batch.micro={micro} needs {allowed}. Make"
+            " them one number in the config (data.batch_size: ${...batch.micro})."
+        )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dp import run_seams, trainer_seams
-from lightning_dp.batch_plan import batch_plan
+from lightning_dp.batch_plan import batch_plan, check_micro
 from lightning_dp.data_plane import DataOptions, DataPlane
 from lightning_dp.engine.timing import SessionTimes
 from lightning_dp.engine.window import WindowTotals
@@ -203,6 +203,7 @@ class LeanDDPStrategy(DDPStrategy):
             on_preempt=on_preempt,
         )
         self._batch = batch
+        self._micro: int | None = None
         self._ported = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
@@ -303,6 +304,13 @@ class LeanDDPStrategy(DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give a loader this rank's share. Collective: every rank, for each loader in turn."""
+        check_micro(
+            dataloader,
+            self._micro,
+            self.lightning_module,
+            self.world_size,
+            is_global=self._data_plane.options.batch_size == "global",
+        )
         return self._data_plane.process_dataloader(dataloader)
 
     def barrier(self, name: str | None = None) -> None:
@@ -394,7 +402,9 @@ class LeanDDPStrategy(DDPStrategy):
         super().setup_environment()
         trainer = trainer_seams.attached_trainer(self.lightning_module)
         if trainer is not None and self._batch is not None:
-            steps, _ = batch_plan(self._batch, self.world_size, trainer.accumulate_grad_batches)
+            steps, self._micro = batch_plan(
+                self._batch, self.world_size, trainer.accumulate_grad_batches
+            )
             trainer.accumulate_grad_batches = steps
 
     # A step

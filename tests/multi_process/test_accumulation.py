@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp import LeanDDPStrategy
+from lightning_dp.errors import ConfigError
 from tests.support.ranks import RankError, run_ranks
 from tests.support.trainers import free_port, trainer
 
@@ -239,18 +240,23 @@ class CountCollectives:
 
 
 class CountCallback(pl.Callback):
-    """Collectives of each batch, from the second step on (the first one learns the order)."""
+    """Collectives from one batch's end to the next one's: nothing that the loop does is left out."""
 
     def __init__(self):
         self.by_batch = []
+        self.spy = None
 
     def on_train_batch_start(self, trainer, *_):
-        self.spy = CountCollectives()
-        self.spy.__enter__()
+        if self.spy is None:
+            self.spy = CountCollectives()
+            self.spy.__enter__()
 
     def on_train_batch_end(self, trainer, *_):
+        self.by_batch.append(list(self.spy.calls))
+        self.spy.calls.clear()
+
+    def on_train_end(self, trainer, *_):
         self.spy.__exit__()
-        self.by_batch.append(self.spy.calls)
 
 
 def _manual(rank, world_size, port, options, context):
@@ -456,3 +462,30 @@ def test_a_checkpoint_inside_a_window_resumes_on_any_number_of_ranks(stop_after,
                 torch.testing.assert_close(
                     torch.tensor(got), torch.tensor(want), rtol=1e-10, atol=1e-10
                 )
+
+
+def _global_batch(rank, world_size, port, batch, loader_batch):
+    module = Unit()
+    t = trainer(world_size, port, lean(batch=batch))
+    t.fit(module, DataLoader(torch.zeros(48, 1), batch_size=loader_batch))
+    return t.accumulate_grad_batches, t.global_step, module.seen
+
+
+def test_a_global_batch_sets_the_accumulation_before_optimizers_are_configured():
+    batch = {"global": 24, "micro": 3, "accumulate": "auto"}
+    for steps, made, seen in ranks(_global_batch, 2, batch, 3):
+        assert (steps, made) == (4, 2)
+        assert seen == [1.0, 1.0]
+
+
+def test_a_loader_with_another_batch_size_is_a_clear_error():
+    batch = {"global": 24, "micro": 3}
+    for traceback in ranks(_refused, 2, batch):
+        assert "batch_size is 4" in traceback
+        assert "batch.micro=3" in traceback
+
+
+def _refused(rank, world_size, port, batch):
+    with pytest.raises(ConfigError) as caught:
+        _global_batch(rank, world_size, port, batch, 4)
+    return str(caught.value)
