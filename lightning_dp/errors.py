@@ -6,7 +6,6 @@
 ├── ``ReplicaMismatchError``   the ranks do not hold the same module or the same parameters
 ├── ``LateGradientError``      a gradient arrived after its bucket had been sent
 ├── ``NonFiniteGradientError`` a rank produced inf or NaN before the all-reduce
-├── ``WindowError``            forward and backward ran in different accumulation states
 ├── ``UnevenShardError``       ranks ran out of data at different steps
 ├── ``RankFailedError``        another rank raised; carries that rank and its traceback
 └── ``CollectiveError``        a collective timed out or lost a peer
@@ -81,10 +80,6 @@ class NonFiniteGradientError(LeanDDPError):
         super().__init__(message)
         self.names = tuple(names)
         self.ranks = tuple(ranks)
-
-
-class WindowError(LeanDDPError):
-    """Forward and backward ran in different accumulation states."""
 
 
 class UnevenShardError(LeanDDPError):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import logging
+import os
 import random
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import pytest
@@ -489,3 +493,165 @@ def _refused(rank, world_size, port, batch):
     with pytest.raises(ConfigError) as caught:
         _global_batch(rank, world_size, port, batch, 4)
     return str(caught.value)
+
+
+def _monitor(rank, world_size, port, root):
+    from lightning.pytorch.loggers import CSVLogger
+
+    from lightning_dp import LeanDDPMonitor
+
+    rows = make_rows([5, 40, 9, 2, 30, 7, 11, 3])
+    logger = CSVLogger(root, name="", version="")
+    module = fit_tokens(
+        world_size,
+        rank,
+        port,
+        rows,
+        2,
+        root=root,
+        logger=logger,
+        callbacks=[LeanDDPMonitor()],
+        log_every_n_steps=1,
+    )
+    return module.losses
+
+
+def test_the_monitor_logs_the_windows_mean_loss_and_its_cost(tmp_path):
+    losses = ranks(_monitor, 2, str(tmp_path))[0]
+    with open(tmp_path / "metrics.csv") as f:
+        logged = [row for row in csv.DictReader(f) if row.get("lean/loss")]
+    assert [float(row["lean/loss"]) for row in logged] == pytest.approx(losses)
+    assert [float(row["lean/window_micro_batches"]) for row in logged] == [4.0, 4.0]
+    assert [float(row["lean/window_weight"]) for row in logged] == [56.0, 51.0]
+    for name in ("exposed_ms", "hidden_pct", "bytes", "bus_gb_s", "straggler_ms", "backward_ms"):
+        assert float(logged[-1][f"lean/{name}"]) >= 0
+
+
+def _every(rank, world_size, port, accum_sync):
+    rows = make_rows([5, 40, 9, 2, 30, 7, 11, 3, 8, 1])
+    counter = CountCallback()
+    module = fit_tokens(
+        world_size,
+        rank,
+        port,
+        rows,
+        2,
+        {"accum_sync": accum_sync, "check_replicas_every_n_steps": 0},
+        callbacks=[counter],
+    )
+    return [[g.tolist() for g in step] for step in module.gradients], counter.by_batch
+
+
+def test_reducing_every_micro_batch_gives_the_same_gradients():
+    (window, _), _ = ranks(_every, 2, "window")
+    (every, calls), _ = ranks(_every, 2, "every")
+    for a, b in zip(window, every, strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(torch.tensor(x), torch.tensor(y), rtol=1e-12, atol=1e-12)
+    assert all("all_reduce" in batch for batch in calls[1:])
+
+
+def _boundary(rank, world_size, port, path):
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                trainer.save_checkpoint(path)
+                self.at_once = os.path.exists(path)
+
+    saves = Saves()
+    rows = make_rows([5] * 12)
+    fit_tokens(world_size, rank, port, rows, 4, {"mid_window": "boundary"}, callbacks=[saves])
+    return saves.at_once
+
+
+def test_a_save_inside_a_window_can_wait_for_the_boundary(tmp_path):
+    path = str(tmp_path / "later.ckpt")
+    assert ranks(_boundary, 2, path) == [False, False]
+    saved = torch.load(path, weights_only=True)
+    assert saved["global_step"] == 1
+    assert "window" not in saved.get("lean_ddp", {})
+
+
+def _skipped(rank, world_size, port):
+    from lightning.pytorch.plugins import MixedPrecision
+
+    class Overflows(Unit):
+        def training_step(self, batch, batch_idx):
+            return self.w * (float("inf") if batch_idx == 1 else 1.0)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return [optimizer], [{"scheduler": self.scheduler, "interval": "step"}]
+
+    module = Overflows()
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    t = trainer(world_size, port, lean(), plugins=[plugin])
+    t.fit(module, DataLoader(torch.zeros(4 * world_size, 1), batch_size=1))
+    return module.scheduler.last_epoch
+
+
+def test_a_step_skipped_by_the_gradient_scaler_does_not_advance_the_scheduler():
+    assert ranks(_skipped, 2) == [3, 3]
+
+
+def _leftover(rank, world_size, port, tail):
+    module = Manual(4, context=False)
+    data = torch.ones(6, 2, 4, dtype=torch.float64)  # a step after 4 of 6: 2 are left
+    with captured_warnings() as said:
+        t = trainer(world_size, port, lean(tail=tail), max_epochs=2, use_distributed_sampler=False)
+        t.fit(module, DataLoader(data, batch_size=None))
+    return [g.abs().sum().item() for g in module.gradients], said
+
+
+@contextmanager
+def captured_warnings():
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lightning_dp").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("lightning_dp").removeHandler(handler)
+
+
+def test_a_gradient_left_at_an_epochs_end_is_said_and_not_leaked():
+    (dropped, said), _ = ranks(_leftover, 2, "step")
+    (carried, silent), _ = ranks(_leftover, 2, "carry")
+    assert any("2 micro-batch(es)" in line and "tail='carry'" in line for line in said)
+    assert not any("micro-batch(es)" in line for line in silent)
+    assert len(dropped) == len(carried) == 2
+    assert dropped[0] == carried[0]
+    assert dropped[1] < carried[1], "the second epoch's first step has 4 micro-batches, not 6"
+
+
+def _misfits(rank, world_size, port):
+    class Validates(Tokens):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    rows = make_rows([3] * 12)
+    module = Validates(rows)
+    order = InOrder(range(rank, 12, world_size))
+    with captured_warnings() as said:
+        t = trainer(
+            world_size,
+            port,
+            lean(),
+            accumulate_grad_batches=4,
+            val_check_interval=3,
+            use_distributed_sampler=False,
+        )
+        t.fit(module, DataLoader(range(12), batch_size=1, sampler=order), DataLoader(range(2)))
+        t = trainer(
+            world_size, port, lean(), accumulate_grad_batches=8, use_distributed_sampler=False
+        )
+        t.fit(Tokens(rows), DataLoader(range(12), batch_size=1, sampler=order))
+    return said
+
+
+def test_settings_that_cut_windows_are_said_at_the_start():
+    said = ranks(_misfits, 2)[0]
+    assert any("val_check_interval=3" in line for line in said)
+    assert any("fewer than accumulate_grad_batches=8" in line for line in said)
