@@ -19,6 +19,7 @@ SIBLINGS_APART = {"engine", "data"}  # same layer, and neither may know the othe
 
 # The demos are written as a user would write them.
 KNOWS_NOTHING_OF_US = {"demos"}
+CALLBACKS = {"monitor", "timeline"}  # of measure/: what a user adds to a Trainer
 TORCH_ONLY = {"errors", "engine", "data"}
 # Files for private names: one for torch's autograd, the others for Lightning and Hydra.
 SEAMS = re.compile(r"engine/autograd_seams\.py|[a-z]+_seams\.py")
@@ -84,8 +85,8 @@ def refused(path: Path, unit: str, name: str, only_types: bool) -> str | None:
         return "hydra is for the application"
     if unit in TORCH_ONLY and top not in {"torch", "__future__"} | sys.stdlib_module_names:
         return f"{unit} imports torch and the standard library only"
-    if unit == "measure" and path.stem != "monitor" and top in ("lightning", "pytorch_lightning"):
-        return "only the monitor speaks to Lightning"
+    if unit == "measure" and path.stem not in CALLBACKS and "lightning" in top:
+        return "only callbacks speak to Lightning"
     return None
 
 
