@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def has_end_of_backward() -> bool:
@@ -48,10 +47,13 @@ def enclosing_node() -> Any | None:
     return current() if current is not None else None
 
 
-def graph_task_id() -> int:
-    """Return a number that tells nested backwards apart; always 0 where torch does not offer one."""
-    current = getattr(torch._C, "_current_graph_task_id", None)
-    return int(current()) if current is not None else 0
+def _one_task() -> int:
+    return 0
+
+
+# A number that tells nested backwards apart; always 0 where torch does not offer one. Looked up once:
+# it is asked for every gradient.
+graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _one_task)
 
 
 def run_at_end_of_outer(node: Any, callback: Callable[[], None]) -> bool:
@@ -118,4 +120,3 @@ def split_compiled_graphs(bucket_bytes_cap: int) -> Iterator[None]:
         yield
     finally:
         ddp._active_ddp_module = before
-

@@ -33,6 +33,7 @@ class Slot:
         "gone",
         "grad_view",
         "index",
+        "is_complex",
         "kept",
         "name",
         "nested",
@@ -47,6 +48,7 @@ class Slot:
         self.index = index
         self.name = name
         self.param = param
+        self.is_complex = param.is_complex()
         self.partition = partition  # buckets never mix partitions (the strategy passes optimizers)
         self.bucket: Bucket | None = None
         self.view: Tensor | None = None  # into the bucket, real dtype
@@ -162,6 +164,7 @@ class Bucket:
         self.device = device
         self.deferred = any(slot.deferred for slot in slots)
         self.pending = 0
+        self.is_last = False  # of the buckets that are sent together; set at launch
         self.ready = 0.0  # when the last gradient arrived
         self.unused: list[int] = []  # positions without a local gradient, set at launch
         self.flat: Tensor | None = None

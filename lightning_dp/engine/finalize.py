@@ -61,10 +61,8 @@ def _finish_together(reducer: Reducer, session: Session) -> None:
     tail: Tensor | None = None
     unplanned = [
         slot
-        for slot in reducer.registry.slots
-        if slot.param.requires_grad
-        and not slot.planned
-        and session.partition in (None, slot.partition)
+        for slot in reducer.registry.unplanned()
+        if slot.param.requires_grad and session.partition in (None, slot.partition)
     ]
     if reducer.check_finite != "off":
         check_sparse(reducer.registry.slots, session)

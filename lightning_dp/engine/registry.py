@@ -83,6 +83,7 @@ class Registry:
         self.partition_of = partition_of
         self.slots: list[Slot] = []
         self._known: set[int] = set()
+        self._unplanned: list[Slot] = []
         self.add_new()
 
     @property
@@ -97,6 +98,11 @@ class Registry:
             for name, p in named_parameters(self.module).items()
             if id(p) not in self._known and (p.is_floating_point() or p.is_complex())
         }
+
+    def unplanned(self) -> list[Slot]:
+        """Slots of which it is not known yet how their gradients travel; usually none, or frozen."""
+        self._unplanned = [slot for slot in self._unplanned if not slot.planned]
+        return self._unplanned
 
     def clear_gradients(self) -> None:
         """Drop all gradients: one that was not averaged must not be stepped on by whoever goes on."""
@@ -130,6 +136,7 @@ class Registry:
             slot = Slot(len(self.slots), name, param, self.partition_of(param))
             self._known.add(id(param))
             slot.expects_sparse = id(param) in sparse
+            self._unplanned.append(slot)
             self.slots.append(slot)
             new.append(slot)
         return new

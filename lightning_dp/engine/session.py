@@ -91,6 +91,7 @@ class Session:
         fill(bucket, self, empty=empty, check=reducer.check_finite != "off")
         if self.before_last is not None:
             self.before_last()  # writes the control tail, which counts what ``fill`` has just seen
+        bucket.is_last = self.launched == len(self.sequence)
         work = reducer.wire.launch(bucket)
         self.in_flight.append((bucket, work))
         self.times.launched(bucket.index, bucket.nbytes, bucket.ready, work)
@@ -130,7 +131,7 @@ def _sequence(reducer: Reducer, partition: int | None) -> tuple[list[Bucket], in
         if partition is not None and bucket.slots[0].partition != partition:
             continue
         bucket.ready = 0.0
-        bucket.pending = sum(slot.param.requires_grad for slot in bucket.slots)
+        bucket.pending = [slot.param.requires_grad for slot in bucket.slots].count(True)
         if bucket.pending:
             live.append(bucket)
     live.sort(key=lambda bucket: bucket.deferred)
@@ -159,37 +160,37 @@ def fill(bucket: Bucket, session: Session, *, empty: bool = False, check: bool =
     sources: list[Tensor] = []
     for position, slot in enumerate(bucket.slots):
         param = slot.param
-        grad = None if empty else param.grad
+        grad = param.grad
         view = slot.view
         assert view is not None
-        if slot.gone:
+        if grad is None or empty or slot.gone:
             view.zero_()
-            continue
-        if grad is None:
-            bucket.unused.append(position)
-            view.zero_()
-            if empty:
+            if not slot.gone:
+                bucket.unused.append(position)
                 param.grad = None
             continue
         if grad is not slot.grad_view:
-            source = grad.detach()
-            if source.is_sparse:
-                source = source.to_dense()
-            if source.is_complex():
-                source = torch.view_as_real(source.resolve_conj())
-            targets.append(view)
-            sources.append(source)
             if slot.grad_view is None and not grad.is_sparse:
                 slot.kept = grad
                 session.touched.append(slot)
+            targets.append(view)
+            sources.append(_real_and_dense(grad) if slot.is_complex or grad.is_sparse else grad)
         param.grad = None
     if targets:
-        torch._foreach_copy_(targets, sources)
+        with torch.no_grad():  # a gradient of ``create_graph`` is copied, not differentiated
+            torch._foreach_copy_(targets, sources)
     bucket.flags.fill_(1)
     for position in bucket.unused:
         bucket.flags[position] = 0
     if check:
         _check_finite(bucket, session)
+
+
+def _real_and_dense(grad: Tensor) -> Tensor:
+    grad = grad.detach()
+    if grad.is_sparse:
+        grad = grad.to_dense()
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
 def _check_finite(bucket: Bucket, session: Session) -> None:
