@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import launchers as _launchers
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import exceptions as _exceptions
 
 if TYPE_CHECKING:
@@ -93,6 +94,17 @@ def replace_signal_handlers(
             vars(connector).pop(name, None)
 
     return undo
+
+
+def forget_handlers(trainer: pl.Trainer, previous: Mapping[int, Any]) -> None:
+    """Let Lightning give back ``previous`` handlers where it remembers ours as the original ones.
+
+    It saw ours when training began, and puts back what it saw after ours are gone. Without its memory
+    there is nothing to correct.
+    """
+    remembered = getattr(getattr(trainer, "_signal_connector", None), "_original_handlers", None)
+    if isinstance(remembered, dict):
+        remembered.update({key: previous[key] for key in remembered if key in previous})
 
 
 def requeue_on_slurm(trainer: pl.Trainer) -> bool:
@@ -180,6 +192,15 @@ def set_received_sigterm(trainer: pl.Trainer) -> None:
     if not hasattr(connector, "received_sigterm"):
         raise _exceptions.SIGTERMException
     connector.received_sigterm = True  # type: ignore[union-attr]
+
+
+def evaluation_is_at_its_end(trainer: pl.Trainer) -> bool:
+    """Whether the batch that was just evaluated is the loop's last. Falls back to yes: no early end."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        loop: Any = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
+    else:
+        loop = trainer.test_loop if trainer.testing else trainer.validate_loop
+    return bool(getattr(getattr(loop, "batch_progress", None), "is_last_batch", True))
 
 
 def validation_progress(trainer: pl.Trainer) -> dict[str, Any] | None:

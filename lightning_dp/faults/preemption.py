@@ -5,15 +5,17 @@ a flag; a collective in it would meet whatever collective the other ranks are in
 the next step's gradients (``Control.STOP`` of the control tail), after which all ranks know at the same
 step. Where no gradients travel, they agree on a point ahead of all of them ([Note: a point ahead]).
 
-[Note: a point ahead] Ranks pass numbered points (batches). A rank that knows of the request tells, at each
-point, where it is. Rank 0, once all have told, names the largest point plus two. Ranks that communicate in
-every batch are never more than one apart, so that nobody has passed it; a rank that does not communicate
-may have, and stops where it learns of it, which disturbs nobody.
+[Note: a point ahead] Ranks pass numbered points (batches). A rank that knows of the request tells, at
+each point, where it is. Rank 0, once all have told, names the largest point plus two. Ranks that
+communicate in every batch are never more than one apart, so nobody has passed it; ranks that do not may
+have, and wait where they learn of it. They stop if all can: one that has come to the last point of its
+sequence votes against it, because it will wait for the others in whatever follows the sequence.
 """
 
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 from typing import Any
 
@@ -22,6 +24,7 @@ from lightning_dp.faults.channel import FailureChannel
 
 _REQUEST = "stop/request"
 _AHEAD = 2
+_POLL_S = 0.005
 
 
 class Preemption:
@@ -32,6 +35,7 @@ class Preemption:
         requested: Some rank was asked, as far as this one has heard.
         agreed: All ranks know, at this very step.
         received: Numbers of the signals that this rank received.
+        previous: Handlers that were there before, by number of the signal.
     """
 
     def __init__(self) -> None:
@@ -41,7 +45,7 @@ class Preemption:
         self.received: list[int] = []
         self.step = -1
         self._told = False
-        self._previous: dict[int, Any] = {}
+        self.previous: dict[int, Any] = {}
 
     # Signals
 
@@ -50,14 +54,14 @@ class Preemption:
         self.local_stop = self.requested = self.agreed = self._told = False
         self.received = []
         for number in signals:
-            self._previous[number] = signal.getsignal(number)
+            self.previous[number] = signal.getsignal(number)
             signal.signal(number, self._handle)
 
     def remove(self) -> None:
         """Give the signals back."""
-        for number, handler in self._previous.items():
+        for number, handler in self.previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._previous.clear()
+        self.previous.clear()
 
     def note(self, signum: int) -> None:
         """This rank was asked to stop ([Note: nothing in the handler])."""
@@ -66,7 +70,7 @@ class Preemption:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.note(signum)
-        previous = self._previous.get(signum)
+        previous = self.previous.get(signum)
         if callable(previous):
             previous(signum, frame)
 
@@ -106,35 +110,54 @@ class StopLine:
         self._channel = channel
         self._name = name
         self._at: int | None = None
+        self._over = False
 
-    def is_due(self, point: int) -> bool:
+    def is_due(self, point: int, *, is_last: bool = False) -> bool:
         """Whether to stop at ``point``; to be called at each point once a request is known.
 
-        Collective: none.
+        Args:
+            point: Where this rank is.
+            is_last: No point follows in this sequence; this rank cannot stop inside of it any more.
+
+        Collective: none needed to call it. True is returned on every rank or on none; the rank waits
+        for the others' votes, which none of them can withhold.
         """
         channel = self._channel
         if channel is None:
             return True
+        if self._over:
+            return False
+        if is_last:
+            self._over = True
+            channel.write(f"{self._name}/vote/{channel.rank}", "0")
+            return False
         if self._at is None:
             channel.write(f"{self._name}/at/{channel.rank}", str(point))
-            self.lead()
+            self._lead(channel)
             text = channel.read(f"{self._name}/stop")
             self._at = int(text) if text is not None else None
-        return self._at is not None and point >= self._at
+        if self._at is None or point < self._at:
+            return False
+        self._over = True
+        return self._vote(channel)
 
-    def finish(self) -> None:
-        """This rank has passed its last point. Collective: none."""
-        if self._channel is not None:
-            self._channel.write(f"{self._name}/at/{self._channel.rank}", "-1")
+    def _lead(self, channel: FailureChannel) -> None:
+        """On rank 0: name the point as soon as all ranks have told where they are."""
+        if channel.rank == 0:
+            places = channel.read_ranks(f"{self._name}/at")
+            if len(places) == channel.world_size:
+                channel.write_once(f"{self._name}/stop", str(max(places.values()) + _AHEAD))
 
-    def lead(self) -> None:
-        """On rank 0: name the point as soon as all ranks have told where they are. Collective: none."""
-        channel = self._channel
-        if channel is None or channel.rank != 0:
-            return
-        places = channel.read_ranks(f"{self._name}/at")
-        if len(places) == channel.world_size:
-            channel.write_once(f"{self._name}/stop", str(max(places.values()) + _AHEAD))
+    def _vote(self, channel: FailureChannel) -> bool:
+        """Whether every rank can still stop. Each of them has told where it is, so each will vote."""
+        channel.write(f"{self._name}/vote/{channel.rank}", "1")
+        while True:
+            votes = channel.read_ranks(f"{self._name}/vote")
+            if 0 in votes.values():
+                return False
+            if len(votes) == channel.world_size:
+                return True
+            time.sleep(_POLL_S)
 
 
 def signal_numbers(names: tuple[str, ...]) -> tuple[int, ...]:

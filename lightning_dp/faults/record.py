@@ -84,7 +84,8 @@ class FailureRecord:
         """The error to raise on ``rank``, which did nothing wrong."""
         told = f"[lean_ddp rank {rank}/{world_size}] {self.headline()}"
         if self.traceback:
-            told += f"\n--- traceback of rank {self.rank} ---\n{self.traceback.rstrip()}\n---"
+            told += f"\n--- traceback of rank {self.rank} ---\n{self.traceback.rstrip()}"
+            told += f"\n--- this was rank {self.rank}; the error above ended the run"
         return RankFailedError(
             told, rank=self.rank, remote_traceback=self.traceback, exit_code=self.exit_code
         )

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 
@@ -47,6 +48,7 @@ class Session:
         hosts_store: Whether this process hosts it.
         outlives_ranks: Whether a process that is no rank hosts it.
         failed: Whether a trainer call of the session has failed.
+        preempted: Whether all ranks were asked to stop, and did.
     """
 
     def __init__(self, key: str, grace_s: float) -> None:
@@ -58,6 +60,7 @@ class Session:
         self.hosts_store = False
         self.outlives_ranks = False
         self.failed = False
+        self.preempted = False
         self.rank = 0
         self.world_size = 1
         self._pid = os.getpid()
@@ -123,7 +126,7 @@ class Session:
     def _reap(self, limit_s: float | None) -> BaseException | None:
         self.children.wait(limit_s)
         for rank, code in sorted(self.children.ended().items()):
-            if code not in (0, exit_code.PREEMPTED):
+            if code not in ((0, exit_code.PREEMPTED, -signal.SIGTERM) if self.preempted else (0,)):
                 what, exit_with = describe_exit(code)
                 message = f"[lean_ddp] rank {rank} failed after training: {what}. Its own output says why."
                 return RankFailedError(message, rank=rank, exit_code=exit_with)

@@ -75,7 +75,7 @@ class Stopper:
 
         if in_main_thread():
             self._preemption.install(self._signals)
-            self._undo.append(self._preemption.remove)
+            self._undo.append(self._remove_handlers)
         self._undo += [
             run_seams.replace_signal_handlers(self._trainer, self._preemption.note),
             run_seams.silence_per_batch_broadcast(self._trainer),
@@ -86,6 +86,10 @@ class Stopper:
         """Give everything back."""
         while self._undo:
             self._undo.pop()()
+
+    def _remove_handlers(self) -> None:
+        run_seams.forget_handlers(self._trainer, self._preemption.previous)
+        self._preemption.remove()
 
     def is_agreed(self, error: BaseException) -> bool:
         """Whether all ranks end with ``error`` together."""
@@ -105,8 +109,10 @@ class Stopper:
             self._leave_evaluation()
         else:
             self._points += 1
-            if self._stop_line("evaluation").is_due(self._points):
-                self.evaluation_ends(stop=True)
+            is_last = run_seams.evaluation_is_at_its_end(trainer)
+            if self._stop_line("evaluation").is_due(self._points, is_last=is_last):
+                preemption.agreed_stop(trainer.global_step)
+                self._leave_evaluation()
 
     def _after_train_batch(self) -> None:
         preemption, trainer = self._preemption, self._trainer
@@ -130,29 +136,24 @@ class Stopper:
         if self._preemption.agreed:
             self._leave_evaluation()
 
-    def evaluation_ends(self, *, stop: bool = False) -> None:
-        """A validation, test or prediction ends; ranks that were quick wait for those that stop.
+    def evaluation_ends(self) -> None:
+        """A validation, test or prediction has ended, on every rank; it is not lost if a stop follows.
 
         Collective: every rank, once for each evaluation. Blocks.
         """
-        preemption, channel = self._preemption, self._guard.channel
-        if preemption.agreed:
-            return
-        stop = stop or preemption.local_stop or preemption.requested
-        if channel is not None:
-            line = self._stop_line("evaluation")
-            line.finish() if stop else None
+        preemption, channel, trainer = self._preemption, self._guard.channel, self._trainer
+        stop = preemption.local_stop or preemption.requested
+        if channel is not None and not preemption.agreed:
             with self._guard.waits.waiting("the end of the evaluation"):
-                stop = channel.agree_any(
-                    f"evaluation/{self._evaluations}",
-                    stop,
-                    timeout_s=self._timeout_s,
-                    pause=line.lead,
-                )
+                name = f"evaluation/{self._evaluations}"
+                stop = channel.agree_any(name, stop, timeout_s=self._timeout_s)
         self._line = None
-        if stop:
-            preemption.agreed_stop(self._trainer.global_step)
-            self._leave_evaluation()
+        if not stop:
+            return
+        preemption.agreed_stop(trainer.global_step)
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            raise SIGTERMException(PREEMPTED)
+        run_seams.set_received_sigterm(trainer)
 
     def _stop_line(self, kind: str) -> StopLine:
         if self._line is None:

@@ -127,10 +127,10 @@ class Supervisor:
         try:
             with self.guard.guarding(), self._stoppable(trainer):
                 return function(*args, **kwargs)
-        except BaseException:
-            if self.failing and self._session is not None:
-                self._session.failed = True
-            raise
+        finally:
+            if self._session is not None:
+                self._session.failed |= self.failing
+                self._session.preempted |= self.preemption.agreed
 
     @contextlib.contextmanager
     def _stoppable(self, trainer: pl.Trainer | None) -> Any:

@@ -1,0 +1,187 @@
+"""Asked to stop: all ranks stop at the same step, a checkpoint is there, exit code 143."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from tests.support.ranks import run_ranks
+from tests.support.sampling import Numbers, ValHookLearner, lean
+from tests.support.trainers import free_port, trainer
+
+pytestmark = pytest.mark.multi_process
+
+
+class Slow(ValHookLearner):
+    """Its batches take a while; asks its own process to stop at a certain batch."""
+
+    def __init__(self, loaders, step_s, stop_at=None):
+        super().__init__(loaders)
+        self.step_s = step_s
+        self.stop_at = stop_at
+        self.counts = {"train": 0, "val": 0}
+
+    def pass_batch(self, stage):
+        time.sleep(self.step_s)
+        self.counts[stage] += 1
+        if self.stop_at == (stage, self.counts[stage]):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def training_step(self, batch, batch_idx):
+        self.pass_batch("train")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.pass_batch("val")
+        return super().validation_step(batch, batch_idx)
+
+
+class Manual(Slow):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Events(Callback):
+    """What happened, in order: ("train", epoch, batch indices), ("val", epoch, batches), ("epoch", n)."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.events.append(("train", trainer.current_epoch, batch["i"].tolist()))
+
+    def on_validation_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.events.append(("val", trainer.current_epoch, len(module.evaluated)))
+            module.evaluated.clear()
+
+    def on_train_epoch_end(self, trainer, module):
+        self.events.append(("epoch", trainer.current_epoch))
+
+
+def fit(rank, world_size, port, root, kind, stops, resume=False, step_s=0.02, n_val=24, **options):
+    """Train; return how it ended, at which step, what happened and the weights.
+
+    ``stops`` tells which ranks are asked to stop: after seconds, or at a batch of a stage.
+    """
+    events = Events()
+    loaders = {
+        "train": lambda: DataLoader(Numbers(48), batch_size=2),
+        "val": lambda: DataLoader(Numbers(n_val), batch_size=2),
+    }
+    stop = stops.get(rank)
+    module = kind(loaders, step_s * (1 + rank), stop if isinstance(stop, tuple) else None)
+    checkpoint = ModelCheckpoint(root, save_last=True, every_n_epochs=1, save_top_k=0)
+    made = trainer(
+        world_size,
+        port,
+        root=root,
+        enable_checkpointing=True,
+        callbacks=[events, checkpoint],
+        num_sanity_val_steps=0,
+        **{"max_epochs": 2, **options},
+    )
+    before = signal.SIG_IGN  # one that arrives after the end is of no interest here
+    signal.signal(signal.SIGTERM, before)
+    timer = threading.Timer(
+        stop if isinstance(stop, float) else 3600, os.kill, (os.getpid(), signal.SIGTERM)
+    )
+    timer.daemon = True
+    timer.start()
+    code = 0
+    try:
+        made.fit(module, ckpt_path="last" if resume else None)
+    except SystemExit as stopped:
+        code = stopped.code
+    timer.cancel()
+    assert signal.getsignal(signal.SIGTERM) == before
+    return code, made.global_step, events.events, module.net.weight.detach().flatten().tolist()
+
+
+def checkpoints(root):
+    found = sorted(root.glob("last*.ckpt"), key=lambda path: path.stat().st_mtime)
+    assert not list(root.glob(".*lean_ddp*"))
+    return found
+
+
+@pytest.mark.parametrize("kind", [Slow, Manual])
+@pytest.mark.parametrize("receivers", [(0,), (1,), (0, 1)])
+def test_all_ranks_stop_at_one_step_with_a_checkpoint(kind, receivers, tmp_path):
+    stops = {rank: 0.6 + random.random() for rank in receivers}
+    port = free_port()
+
+    def run(rank, world_size):
+        return fit(rank, world_size, port, tmp_path, kind, stops, max_epochs=50)
+
+    results = run_ranks(run, 2, init_process_group=False, grace_s=10)
+    codes, steps, _, weights = zip(*results, strict=True)
+    assert set(codes) == {143}, stops
+    assert len(set(steps)) == 1
+    assert 0 <= steps[0] < 600
+    saved = torch.load(checkpoints(tmp_path)[-1], weights_only=False)
+    assert saved["global_step"] == steps[0]
+    assert weights[0] == weights[1] == saved["state_dict"]["net.weight"].flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "stop", "options"),
+    [
+        pytest.param(Slow, 2, ("train", 3), {}, id="in training"),
+        pytest.param(Slow, 2, ("train", 12), {}, id="in the last batch of an epoch"),
+        pytest.param(Slow, 2, ("val", 2), {}, id="in a short validation, which ends"),
+        pytest.param(
+            Slow, 3, ("val", 4), {"n_val": 300}, id="in a long validation, which is redone"
+        ),
+        pytest.param(Slow, 2, ("train", 7), {"accumulate_grad_batches": 5}, id="in a window"),
+        pytest.param(Manual, 2, ("train", 3), {"val_check_interval": 4}, id="manual optimization"),
+        pytest.param(Slow, 1, ("train", 5), {"val_check_interval": 5}, id="a world of one"),
+    ],
+)
+def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(
+    kind, world_size, stop, options, tmp_path
+):
+    def run(root, stops, resume, step_s):
+        port = free_port()
+
+        def rank_runs(rank, world_size):
+            return fit(rank, world_size, port, root, kind, stops, resume, step_s, **options)
+
+        return run_ranks(rank_runs, world_size, init_process_group=False, grace_s=10)
+
+    whole = run(tmp_path / "whole", {}, False, 0.0)
+    first = run(tmp_path / "parts", {world_size - 1: stop}, False, 0.02)
+    second = run(tmp_path / "parts", {}, True, 0.0)
+    assert {result[0] for result in first} == {143}
+    assert {result[0] for result in second} == {0}
+    for rank in range(world_size):
+        assert first[rank][2] + second[rank][2] == whole[rank][2]
+        assert second[rank][1:2] + second[rank][3:] == whole[rank][1:2] + whole[rank][3:]
+
+
+def _ignored(rank, world_size, port, root, on_preempt):
+    stops = {1: ("train", 3)}
+    strategy = lean(on_preempt=on_preempt)
+    return fit(rank, world_size, port, root, Slow, stops, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("on_preempt", "code", "saved"), [("stop", 143, 0), ("checkpoint", 143, 1)]
+)
+def test_on_preempt_says_whether_a_checkpoint_is_written(on_preempt, code, saved, tmp_path):
+    results = run_ranks(_ignored, 2, free_port(), tmp_path, on_preempt, init_process_group=False)
+    assert {result[0] for result in results} == {code}
+    assert len(checkpoints(tmp_path)) == saved
