@@ -21,6 +21,7 @@ from lightning_dp.engine.buffers import BufferKeeper
 from lightning_dp.engine.comm_hooks import CommHookWire
 from lightning_dp.engine.digest import check_replicas
 from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.hook_state import hook_state, load_hook_state
 from lightning_dp.engine.reducer import Reducer
 from lightning_dp.engine.window import AccumulationWindow
 from lightning_dp.options import EngineOptions
@@ -65,6 +66,7 @@ class ReplicaEngine:
         self._said_no_loss = False
         self._groups_seen = 0
         self._averaged = False
+        self._saved_hook: Mapping[str, Any] | None = None
 
     # Life time
 
@@ -94,18 +96,18 @@ class ReplicaEngine:
         self.trainer = trainer
         options = self.options
         self.keeper = BufferKeeper(self._module, self.group, options.buffers, options.buffer_reduce)
-        hook, state, wrapper = self.hook
         self.reducer = Reducer(
             self._module,
             self.group,
             self.window,
-            CommHookWire(self.group, hook, state, wrapper) if hook is not None else None,
+            self._wire(self.group, trainer),
             options.layout(self.group.device),
             partition_of=self._partition,
             deferred=options.deferred,
             check_finite=options.check_gradients,
             keeper=self.keeper,
         )
+        self._restore_hook(self.reducer)
         self._groups_seen = self._count_groups()
         self._averaged = trainer_seams.averages_weights(trainer)
         self.steps = 0
@@ -121,6 +123,7 @@ class ReplicaEngine:
             dist.destroy_process_group(group.process_group)
         self.reducer = self.keeper = self.group = self.trainer = self._module = None
         self.optimizers = ()
+        self._saved_hook = None
 
     def abort(self, error: BaseException) -> None:
         """Give up a step that this rank cannot finish; never raises."""
@@ -275,16 +278,44 @@ class ReplicaEngine:
             self.windows.say_misfits()
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
-        """Add the window so far. Collective: every rank, unless one is failing."""
+        """Add the window so far and the hook's state. Collective: every rank, unless one is failing."""
         if self.reducer is None or trainer_seams.is_unwinding(self.trainer):
             return
         window = self.windows.state(self.reducer)
-        if window is not None and "optimizer_states" in checkpoint:
+        if "optimizer_states" not in checkpoint:
+            return
+        if window is not None:
             checkpoint.setdefault("lean_ddp", {})["window"] = window
+        hook, state, _ = self.hook
+        if hook is not None:
+            kept = hook_state(state, self.reducer.layout, self.reducer.group)
+            if kept is not None:
+                checkpoint.setdefault("lean_ddp", {})["engine"] = {"hook": kept}
 
     def remember(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep what a loaded checkpoint says of its window."""
+        """Keep what a loaded checkpoint says of its window and of the communication hook."""
         self.windows.remember(checkpoint.get("lean_ddp", {}).get("window"))
+        self._saved_hook = checkpoint.get("lean_ddp", {}).get("engine", {}).get("hook")
+
+    def _wire(self, group: ReplicaGroup, trainer: pl.Trainer) -> CommHookWire | None:
+        hook, state, wrapper = self.hook
+        if hook is None:
+            return None
+        if group.host_reads_are_free and getattr(state, "subgroup", ...) is None:
+            # torch makes subgroups of as many ranks as a machine has GPUs; here it has none.
+            per_machine = len(trainer.strategy.parallel_devices)  # type: ignore[attr-defined]
+            state.subgroup, _ = dist.new_subgroups(per_machine)  # type: ignore[attr-defined,no-untyped-call]
+        heal = getattr(trainer.precision_plugin, "scaler", None) is not None
+        return CommHookWire(group, hook, state, wrapper, heal=heal)
+
+    def _restore_hook(self, reducer: Reducer) -> None:
+        saved, self._saved_hook = self._saved_hook, None
+        if saved is None or self.hook[0] is None:
+            return
+        told = load_hook_state(self.hook[1], saved, reducer.group)
+        reducer.layout.remembered = list(saved["layout"])
+        if told and reducer.group.rank == 0:
+            log.warning("lean_ddp: communication hook: %s.", told)
 
     # Parameters that come later
 

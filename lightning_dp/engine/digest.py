@@ -52,7 +52,7 @@ def digest(tensor: Tensor) -> Tensor:
     words = flat.contiguous().view(_WORDS[flat.element_size()])
     weights = _weights(flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for chunk in words.split(_CHUNK):
+    for chunk in torch.split(words, _CHUNK):
         total = total * _MIX + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
     return total
 
@@ -106,9 +106,7 @@ def _summary(reducer: Reducer, slots: list[Slot], values: list[int]) -> Summary:
     )
 
 
-def _explain(
-    group: ReplicaGroup, everyone: list[Summary], step: int, on_mismatch: str
-) -> None:
+def _explain(group: ReplicaGroup, everyone: list[Summary], step: int, on_mismatch: str) -> None:
     """Say what differs; raise unless it can be, and shall be, mended by a broadcast."""
     first = everyone[0]
     for field, what in (
@@ -117,7 +115,9 @@ def _explain(
         ("layout", "the bucket layout differs"),
         ("values", "the values differ"),
     ):
-        ranks = [r for r, other in enumerate(everyone) if getattr(other, field) != getattr(first, field)]
+        ranks = [
+            r for r, other in enumerate(everyone) if getattr(other, field) != getattr(first, field)
+        ]
         if not ranks:
             continue
         names = _differing(first, [everyone[rank] for rank in ranks], field)

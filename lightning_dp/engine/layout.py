@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,6 +56,12 @@ class Layout:
         self.options = options
         self.buckets: list[Bucket] = []
         self.sparse: list[Slot] = []
+        self.remembered: list[dict[str, Any]] = []  # buckets of the run that is resumed, to be cut again
+        self.forgotten = False  # they could not be
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Plain data from which a resumed run cuts the same buckets: see ``remembered``."""
+        return [{"dtype": str(bucket.dtype), "names": bucket.names} for bucket in self.buckets]
 
     @property
     def signature(self) -> list[list[int]]:
@@ -76,10 +83,30 @@ class Layout:
         cap, first, last = self._caps()
         early = [spec for spec in specs if not slots[spec.index].deferred]
         late = [spec for spec in specs if slots[spec.index].deferred]
-        planned = plan_buckets(early, cap, first, last) + plan_buckets(late, cap, cap, cap)
+        planned = self._again(specs, slots)
+        done = {number for numbers in planned for number in numbers}
+        early = [spec for spec in early if spec.index not in done]
+        late = [spec for spec in late if spec.index not in done]
+        planned += plan_buckets(early, cap, first, last) + plan_buckets(late, cap, cap, cap)
+        self.forgotten = bool(self.remembered and (early or late))
         new = self._make(planned, slots, len(self.buckets))
         self.buckets.extend(new)
         return new
+
+    def _again(self, specs: Sequence[SlotSpec], slots: Sequence[Slot]) -> list[list[int]]:
+        """Take remembered buckets, in their order, as long as all their parameters are there."""
+        by_name = {slots[spec.index].name: spec for spec in specs}
+        planned: list[list[int]] = []
+        while self.remembered:
+            bucket = self.remembered[0]
+            found = [by_name.get(name) for name in bucket["names"]]
+            keys = {spec.key for spec in found if spec is not None}
+            dtypes = {key[0] for key in keys}
+            if None in found or len(keys) != 1 or dtypes != {bucket["dtype"]}:
+                break
+            planned.append([spec.index for spec in found if spec is not None])
+            self.remembered.pop(0)
+        return planned
 
     def spec(self, slot: Slot) -> SlotSpec:
         """What planning needs to know of ``slot``."""

@@ -33,7 +33,6 @@ from lightning_dp.engine import autograd_seams as seams
 from lightning_dp.engine.agreement import Agreement
 from lightning_dp.engine.bucket import Bucket, Slot
 from lightning_dp.engine.buffers import BufferKeeper
-from lightning_dp.engine.comm_hooks import CommHookWire
 from lightning_dp.engine.finalize import finish
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.layout import Layout, LayoutOptions
@@ -121,6 +120,7 @@ class Reducer:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self.wire.close()
         self._session = None
         for slot in self.registry.slots:
             slot.bucket = slot.view = slot.grad_view = slot.kept = None
@@ -331,8 +331,9 @@ class Reducer:
 
     def announce(self, buckets: Sequence[Bucket], agreement: Agreement) -> None:
         """Tell the wire and the log about new buckets."""
-        if isinstance(self.wire, CommHookWire) and self.layout.buckets:
-            self.wire.last_index = self.layout.buckets[-1].index
+        if self.layout.forgotten:
+            self.layout.remembered.clear()
+            self.wire.forget()
         never = [self.registry.slots[n].name for n in sorted(agreement.unseen)]
         if never and self.group.rank == 0:
             log.info(

@@ -35,8 +35,24 @@ class Wire(Protocol):
         Collective: every rank, in the launch order agreed for the session. Does not block.
         """
 
+    def forget(self) -> None:
+        """Drop what is kept by bucket: the buckets are others now."""
 
-class AllReduceWire:
+    def close(self) -> None:
+        """Let go of what was borrowed."""
+
+
+class Stateless:
+    """A wire that keeps nothing."""
+
+    def forget(self) -> None:
+        """Nothing to drop."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class AllReduceWire(Stateless):
     """The default: one asynchronous all-reduce of the flat storage."""
 
     carries_flags = True
@@ -84,6 +100,16 @@ class RecordingWire:
     def carries_flags(self) -> bool:
         """As the inner wire; alone, the flags arrive as they were sent."""
         return self.inner.carries_flags if self.inner is not None else True
+
+    def forget(self) -> None:
+        """As the inner wire."""
+        if self.inner is not None:
+            self.inner.forget()
+
+    def close(self) -> None:
+        """As the inner wire."""
+        if self.inner is not None:
+            self.inner.close()
 
     def launch(self, bucket: Bucket) -> InFlight:
         """Record, then pass on.

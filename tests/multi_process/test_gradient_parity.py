@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_dp.engine.bucket import Bucket
-from lightning_dp.engine.wire import Done
+from lightning_dp.engine.wire import Done, Stateless
 from tests.support.parity import (
     Harness,
     assert_equal_on_all_ranks,
@@ -50,7 +50,7 @@ def test_gradients_are_the_mean_of_local_gradients(world_size):
 
 
 @dataclass
-class NoWire:
+class NoWire(Stateless):
     """Control: nothing is communicated."""
 
     group: object

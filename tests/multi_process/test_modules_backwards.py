@@ -174,7 +174,9 @@ def _died(rank, world_size):
         for how in ("raw", "armed", "raw"):
             module.zero_grad()
             with pytest.raises(ValueError, match="boom"):
-                module[2:](Boom.apply(module[:2](data()))).sum().backward()  # nobody tells the engine
+                module[2:](
+                    Boom.apply(module[:2](data()))
+                ).sum().backward()  # nobody tells the engine
             if how == "raw":
                 harness.reducer.finalize()  # as before an optimizer's step
             module.zero_grad()
@@ -196,7 +198,9 @@ def _first_backward_dies(rank, world_size):
     with Harness(module) as harness:
         with pytest.raises(ValueError, match="boom"):
             harness.backward(module[2:](Boom.apply(module[:2](data()))).sum())
-        assert all(p.grad is None for p in module.parameters()), "no local gradient is left to step on"
+        assert all(p.grad is None for p in module.parameters()), (
+            "no local gradient is left to step on"
+        )
         harness.backward(module(data()).sum())
         assert_equal_on_all_ranks(grads(module))
 

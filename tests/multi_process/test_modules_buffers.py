@@ -1,4 +1,4 @@
-"""Buffers: statistics equal before they are read, state of the graph equal at every step, saved values safe."""
+"""Buffers: statistics equal before they are read, state of the graph equal at every step."""
 
 from __future__ import annotations
 
@@ -184,8 +184,7 @@ class Scaled(nn.Module):
         self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
 
     def forward(self, x):
-        y = (self.weight * self.scale).sum() * x.sum()  # autograd saves ``scale``
-        return y
+        return (self.weight * self.scale).sum() * x.sum()  # autograd saves ``scale``
 
 
 def _old_value_needed(rank, world_size):

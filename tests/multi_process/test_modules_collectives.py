@@ -18,8 +18,8 @@ both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 def conv_net() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 32),
-        nn.Dropout(0.1), nn.Linear(32, 4), nn.Linear(4, 4),
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(),
+        nn.Linear(32, 32), nn.Dropout(0.1), nn.Linear(32, 4), nn.Linear(4, 4),
     )  # fmt: skip
 
 

@@ -43,7 +43,9 @@ def backend(log):
 
 def _overlap(rank, world_size, split):
     log: list[str] = []
-    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 4000  # the splitter's own; a test's net is small
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = (
+        4000  # the splitter's own; a test's net is small
+    )
     module = seeded(net)
     plain = copy.deepcopy(module)
     torch._dynamo.reset()
@@ -83,7 +85,9 @@ def _seam(rank, world_size):
     ddp = nn.parallel.DistributedDataParallel
     before = ddp._active_ddp_module
     with split_compiled_graphs(10):
-        assert ddp._active_ddp_module.bucket_bytes_cap == 2**20, "not below the splitter's first bucket"
+        assert ddp._active_ddp_module.bucket_bytes_cap == 2**20, (
+            "not below the splitter's first bucket"
+        )
     with split_compiled_graphs(2**22):
         assert ddp._active_ddp_module.bucket_bytes_cap == 2**22
     assert ddp._active_ddp_module is before

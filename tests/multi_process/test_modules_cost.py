@@ -1,4 +1,4 @@
-"""Public reports of cost, memory, noise and determinism, each as a test. A comment says what `ddp` does today.
+"""Public reports of cost, memory and determinism, each as a test. A comment says what `ddp` does today.
 
 Numbers are those of the list in docs/modules.md.
 """
@@ -215,7 +215,10 @@ def _batch_norm(rank, world_size):
         for index in range(6):
             torch.manual_seed(10 * index + rank)
             x = data()
-            for m, o, backward in ((module, sgd[0], harness.backward), (ddp, sgd[1], torch.autograd.backward)):
+            for m, o, backward in (
+                (module, sgd[0], harness.backward),
+                (ddp, sgd[1], torch.autograd.backward),
+            ):
                 o.zero_grad()
                 if m is module:
                     with CollectiveSpy().expecting():
@@ -265,7 +268,7 @@ def test_c25_channels_last_without_a_warning(world_size):
     run_ranks(_strides, world_size)
 
 
-# c28. ddp: an optimizer in backward is a feature of its own. Here gradients are whole when backward returns,
+# c28. ddp: an optimizer in backward is a feature of its own. Here gradients are whole after backward,
 # and a user's hooks on parameters still run (they see this rank's own gradient, as with ddp).
 
 
@@ -273,7 +276,9 @@ def _user_hooks(rank, world_size):
     module = seeded(branches)
     seen = []
     module.first.weight.register_hook(lambda g: seen.append("tensor hook") or g * 2)
-    module.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    module.first.weight.register_post_accumulate_grad_hook(
+        lambda p: seen.append(p.grad is not None)
+    )
     plain = copy.deepcopy(module)
     plain.first.weight.register_hook(lambda g: g * 2)
     with Harness(module) as harness:
@@ -316,7 +321,7 @@ def test_c29_two_runs_give_the_same_bits(world_size):
     assert all(layout == layouts[0] for layout in layouts)
 
 
-# c30. ddp: accepts another order, other dtypes and other requires_grad on some rank, and averages unlike things.
+# c30. ddp: accepts another order, other dtypes, another requires_grad on some rank; averages unlike things.
 
 
 def _start(rank, world_size, how):

@@ -1,7 +1,6 @@
-"""Public reports of hard failures on ordinary modules, each as a test. A comment says what `ddp` does today.
+"""Public reports of hard failures, each as a test. A comment says what `ddp` does today.
 
-Numbers are those of the list in docs/modules.md. Entries that are about the Trainer (GANs, static_graph with
-accumulation, hooks on CPU, a rank without loss) are in test_modules_trainer.py.
+Numbers are those of the list in docs/modules.md. What is about the Trainer is in test_modules_trainer.py.
 """
 
 from __future__ import annotations
@@ -163,7 +162,9 @@ def _late(rank, world_size):
 def test_b11_late_gradients_raise_by_name_on_all_ranks(world_size):
     for found in run_ranks(_late, world_size):
         for names, ranks in found:
-            assert set(names) <= {f"shared.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
+            assert set(names) <= {
+                f"shared.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")
+            }
             assert names
             assert ranks == (world_size - 1,)
 

@@ -1,4 +1,4 @@
-"""Parameters in every state: tied, large, sparse, complex, of several dtypes and strides, ignored, refused."""
+"""Parameters in every state: tied, large, sparse, complex, of any dtype and strides, ignored, refused."""
 
 from __future__ import annotations
 
@@ -166,8 +166,12 @@ def _sparse(rank, world_size):
 
     def step(module, backward, index, rank):
         module.late.requires_grad_(index > 2)  # a layout that grows after sparse slots were planned
-        tokens = torch.randint(30, (4, 3 + rank))  # other rows, and other numbers of them, on each rank
-        backward(module(tokens, use_bag=index in (1, 4) and rank == 0, dense=index == 5 and rank == 1))
+        tokens = torch.randint(
+            30, (4, 3 + rank)
+        )  # other rows, and other numbers of them, on each rank
+        backward(
+            module(tokens, use_bag=index in (1, 4) and rank == 0, dense=index == 5 and rank == 1)
+        )
         if index in (1, 2, 3, 4):
             layouts.append(module.rows.weight.grad.is_sparse)
 
@@ -189,10 +193,14 @@ def _sparse_adam(rank, world_size):
         m.late.requires_grad_(False)
     with Harness(module) as harness:
         pairs = [
-            (m, torch.optim.SparseAdam([m.rows.weight, m.bag.weight], lr=0.1)) for m in (module, alone)
+            (m, torch.optim.SparseAdam([m.rows.weight, m.bag.weight], lr=0.1))
+            for m in (module, alone)
         ]
         for index in range(4):
-            batches = [torch.randint(30, (4, 3), generator=torch.Generator().manual_seed(10 * index + r)) for r in range(world_size)]
+            batches = [
+                torch.randint(30, (4, 3), generator=torch.Generator().manual_seed(10 * index + r))
+                for r in range(world_size)
+            ]
             for m, optimizer in pairs:
                 m.zero_grad()
                 if m is module:
@@ -225,7 +233,9 @@ def test_frozen_sparse_weights_send_nothing():
 
 
 def _ignored(rank, world_size):
-    module = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)).double())
+    module = seeded(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
+    )
     module._ddp_params_and_buffers_to_ignore = ["0.weight", "module.0.bias", "2.running_mean"]
     with torch.no_grad():
         module[0].weight.mul_(rank + 1)  # may differ: nobody looks at it

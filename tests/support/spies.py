@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Every public function of torch.distributed that communicates.
-FUNCTIONS = (
-    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce"
-    " all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast"
-    " broadcast_object_list gather gather_object irecv isend monitored_barrier recv recv_object_list reduce"
-    " reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send"
-    " send_object_list"
-).split()
+FUNCTIONS = [
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object",
+    "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all",
+    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
+    "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv",
+    "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "send_object_list",
+]  # fmt: skip
 
 
 class CollectiveSpy(TorchDispatchMode):
