@@ -55,9 +55,12 @@ class FailureChannel:
         self._store.set(f"seen/{self.rank}", "1")
 
     def all_acknowledged(self) -> bool:
-        """Whether every other rank has read the first failure. Collective: none."""
-        others = [f"seen/{rank}" for rank in range(self.world_size) if rank != self.rank]
-        return not others or bool(self._store.check(others))
+        """Whether every other rank has read the first failure, or left before. Collective: none."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        return all(
+            self._store.check([f"seen/{rank}"]) or self._store.check([f"left/{rank}"])
+            for rank in others
+        )
 
     # Plain values
 

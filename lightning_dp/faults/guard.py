@@ -23,6 +23,7 @@ from lightning_dp.faults.watch import Watch
 
 log = logging.getLogger(__name__)
 
+_LINGER_S = 1.5
 _CAUSE_KNOWN_AFTER_S = 2.5  # a process that died without a word is noticed well within this
 
 
@@ -68,6 +69,7 @@ class Guard:
         self._is_agreed = is_agreed
         self._interrupter = Interrupter()
         self._barriers = 0
+        self._hosts_store = False
 
     @contextlib.contextmanager
     def guarding(self) -> Generator[None]:
@@ -122,6 +124,7 @@ class Guard:
         world_size = len(processes)
         self.close()
         self.channel = FailureChannel(store, rank, world_size)
+        self._hosts_store = store_host == rank
         self._barriers = 0
         self.watch = Watch(
             FailureChannel(thread_store, rank, world_size),
@@ -207,10 +210,19 @@ class Guard:
                 self.first = first
                 if first is not None and is_consequence(error):
                     replacement = first.to_error(channel.rank, channel.world_size)
+        if channel is not None and self._hosts_store:
+            self._linger(channel)
         for tell in self.on_failure:
             tell(replacement if replacement is not None else error)
         self.sockets.close_all()  # ranks blocked in a collective with this one get an error now
         return replacement
+
+    def _linger(self, channel: FailureChannel) -> None:
+        """This process hosts the store: stay until the others have read what happened."""
+        deadline = time.monotonic() + _LINGER_S
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            while not channel.all_acknowledged() and time.monotonic() < deadline:
+                time.sleep(0.02)
 
     def _settle(
         self, channel: FailureChannel, watch: Watch, error: BaseException
