@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from lightning_dp.engine.window import CONTROL_SIZE
 
 ALIGN_BYTES = 16
+# Above this, a copy while the gradient is in the cache pays for its call (measured on a CPU).
+EAGER_BYTES = 32 * 1024
 
 
 class Slot:
@@ -28,8 +30,8 @@ class Slot:
     __slots__ = (
         "bucket",
         "deferred",
+        "eager",
         "expects_sparse",
-        "fires",
         "gone",
         "grad_view",
         "index",
@@ -41,6 +43,7 @@ class Slot:
         "partition",
         "session",
         "sparse",
+        "taken",
         "view",
     )
 
@@ -54,8 +57,9 @@ class Slot:
         self.view: Tensor | None = None  # into the bucket, real dtype
         self.grad_view: Tensor | None = None  # what ``param.grad`` becomes
         self.kept: Tensor | None = None  # the local gradient, when its dtype is not the bucket's
+        self.eager = False  # large, on a CPU: copied when it arrives
+        self.taken = -1  # the session in which it was
         self.session = -1  # the last session in which it fired
-        self.fires = 0
         self.nested = False  # fires inside a re-entrant backward, and only once
         self.deferred = False  # may fire more than once: its bucket is sent last
         self.sparse = False
@@ -68,6 +72,7 @@ class Slot:
         shell = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
         self.param = nn.Parameter(shell, requires_grad=False)
         self.gone = True
+        self.eager = False
         self.grad_view = self.kept = None
         if self.bucket is not None:
             self.bucket.same_dtype[self.bucket.slots.index(self)] = True  # nothing to copy back
@@ -179,6 +184,9 @@ class Bucket:
         self.carries_control = dtype in (torch.float32, torch.float64)
         self.numel = offset + len(self.slots) + (CONTROL_SIZE if self.carries_control else 0)
         self.same_dtype = [_real_dtype(slot.param.dtype) == dtype for slot in self.slots]
+        for slot, same in zip(self.slots, self.same_dtype, strict=True):
+            large = slot.numel * dtype.itemsize >= EAGER_BYTES
+            slot.eager = device.type == "cpu" and large and same and not slot.is_complex
 
     @property
     def nbytes(self) -> int:

@@ -157,19 +157,17 @@ def _round(reducer: Reducer, session: Session, *, new: bool) -> Tensor:
 
 
 def _write_tail(reducer: Reducer, session: Session, tail: Tensor, *, new: bool) -> None:
-    reducer.window.write(tail)
     backward_s = now() - session.times.begin
-    for place, value in (
-        (Control.BACKWARD_S, backward_s),
-        (Control.BACKWARD_S2, backward_s**2),
-        (Control.LATE, len(session.late)),
-        (Control.NEW, new),
-        (Control.NON_FINITE, len(session.non_finite)),
-        (Control.SQUARED_NORM, session.squared_norm),
-        (Control.BUFFERS, len(session.buffers)),
-    ):
-        if value:
-            tail[place] = float(value)
+    news = {
+        Control.BACKWARD_S: backward_s,
+        Control.BACKWARD_S2: backward_s**2,
+        Control.LATE: len(session.late),
+        Control.NEW: new,
+        Control.NON_FINITE: len(session.non_finite),
+        Control.SQUARED_NORM: session.squared_norm,
+        Control.BUFFERS: len(session.buffers),
+    }
+    reducer.window.write(tail, news)
 
 
 def _send_separately(

@@ -56,7 +56,9 @@ class Layout:
         self.options = options
         self.buckets: list[Bucket] = []
         self.sparse: list[Slot] = []
-        self.remembered: list[dict[str, Any]] = []  # buckets of the run that is resumed, to be cut again
+        self.remembered: list[
+            dict[str, Any]
+        ] = []  # buckets of the run that is resumed, to be cut again
         self.forgotten = False  # they could not be
 
     def describe(self) -> list[dict[str, Any]]:

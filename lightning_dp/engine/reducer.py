@@ -261,6 +261,8 @@ class Reducer:
         elif nested and not slot.nested:
             session.hold(bucket)  # it may come again from the next inner backward
         else:
+            if slot.eager:
+                session.take(slot)
             bucket.pending -= 1
             if bucket.pending == 0:
                 bucket.ready = now()

@@ -12,7 +12,7 @@ window of unit weights has then the factor 1, exactly, and no division happens a
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -135,13 +135,16 @@ class AccumulationWindow:
         finally:
             self.reduces = before
 
-    def write(self, tail: Tensor) -> None:
+    def write(self, tail: Tensor, news: Mapping[Control, float] | None = None) -> None:
         """Write this rank's part of the control tail.
 
         Args:
             tail: Shape ``(CONTROL_SIZE,)``, fp32 or fp64; overwritten.
+            news: What else this rank has to say.
         """
         values = [0.0] * CONTROL_SIZE
+        for place, value in (news or {}).items():
+            values[place] = float(value)
         values[Control.WEIGHT] = self.weight if self.weighted else 1.0
         values[Control.MICRO_BATCHES] = self.micro_batches
         values[Control.STOP] = float(self.stop)
