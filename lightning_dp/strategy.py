@@ -27,6 +27,7 @@ from lightning_dp.engine.window import WindowTotals
 from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
 from lightning_dp.launch.options import FaultOptions
 from lightning_dp.launch.supervisor import Supervisor
+from lightning_dp.layer_sync import CPULayerSync
 from lightning_dp.measure.stats import StepStats, step_stats
 from lightning_dp.options import DDP_ONLY, EngineOptions, as_timedelta, refuse_unknown
 from lightning_dp.replica_engine import ReplicaEngine
@@ -375,6 +376,8 @@ class LeanDDPStrategy(DDPStrategy):
         Collective: every rank. Blocks.
         """
         self._say_ported()
+        if self.root_device.type == "cpu":
+            trainer_seams.replace_layer_sync(self, CPULayerSync())
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._engine.attach(self.optimizers, trainer)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -41,6 +43,15 @@ def averages_weights(trainer: pl.Trainer) -> bool:
         if kind is not None
     )
     return any(isinstance(callback, kinds) for callback in getattr(trainer, "callbacks", ()))
+
+
+def replace_layer_sync(strategy: Any, ours: LayerSync) -> None:
+    """Use ``ours`` where ``Trainer(sync_batchnorm=True)`` asked for torch's layers; a user's plugin stays.
+
+    Without the attribute nothing is replaced, and torch's layers raise on a CPU.
+    """
+    if isinstance(getattr(strategy, "_layer_sync", None), TorchSyncBatchNorm):
+        strategy._layer_sync = ours
 
 
 def attached_trainer(module: Any) -> pl.Trainer | None:
