@@ -32,13 +32,22 @@ def test_every_slot_once_within_the_cap_in_order_of_last_arrival(numbers, keys, 
         assert bucket == sorted(bucket), "inside a bucket: order of arrival"
         assert len({specs[index].key for index in bucket}) == 1, "one key a bucket"
         total = sum(numbers[index] for index in bucket)
-        assert total <= cap or len(bucket) == 1, "a slot above the cap travels alone"
+        without_the_last = total - numbers[bucket[-1]]
+        assert without_the_last < cap, "a full bucket takes nothing more"
+        assert total <= 1.5 * cap or 2 * without_the_last < cap, "half full is enough"
     assert [max(bucket) for bucket in plan] == sorted(max(bucket) for bucket in plan)
 
 
 def test_the_first_and_the_last_bucket_are_small():
     plan = plan_buckets(specs_of([10] * 20, "a"), cap_bytes=60, first_bytes=20, last_bytes=30)
     assert [len(bucket) for bucket in plan] == [2, 6, 6, 3, 3]
+
+
+def test_a_weight_at_the_cap_takes_its_bias_along():
+    plan = plan_buckets(
+        specs_of([1000, 1] * 6, "a"), cap_bytes=1000, first_bytes=1000, last_bytes=1
+    )
+    assert [len(bucket) for bucket in plan] == [1, 2, 2, 2, 2, 2, 1]
 
 
 def test_views_have_the_parameters_strides_and_do_not_overlap():
