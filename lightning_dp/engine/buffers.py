@@ -163,6 +163,7 @@ class BufferKeeper:
         """
         if not self.active:
             return
+        self._dirty = True  # the forward that follows may write statistics, also without a backward
         if self._each_step:
             replicas.broadcast(self._tensors(self._each_step), self.group)
         if self._look_again:
