@@ -655,3 +655,35 @@ def test_settings_that_cut_windows_are_said_at_the_start():
     said = ranks(_misfits, 2)[0]
     assert any("val_check_interval=3" in line for line in said)
     assert any("fewer than accumulate_grad_batches=8" in line for line in said)
+
+
+def _plain_loader(rank, world_size, port, rows, stop_after, path, resume):
+    """The user's own shuffled loader; sharding and resuming are ours. 6 rows a global micro-batch."""
+    module = Tokens(rows)
+    data = DataLoader(range(len(rows)), batch_size=6 // world_size, shuffle=True)
+    os.environ["PL_GLOBAL_SEED"] = "5"
+    t = trainer(
+        world_size,
+        port,
+        lean(),
+        accumulate_grad_batches=4,
+        max_epochs=2,
+        callbacks=[] if resume else [Stop(stop_after, path)],
+    )
+    t.fit(module, data, ckpt_path=path if resume else None)
+    return [p.tolist() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 5, 8])
+def test_resume_inside_a_window_with_the_users_own_loader(stop_after, tmp_path):
+    draw = random.Random(2)
+    rows = make_rows([draw.randint(1, 30) for _ in range(54)])  # 9 micro-batches: the last window has 1
+    whole = ranks(_plain_loader, 2, rows, 10**6, "", False)[0]
+    path = str(tmp_path / "inside.ckpt")
+    ranks(_plain_loader, 2, rows, stop_after, path, False)
+    for world_size in (1, 2, 3):
+        for weights in ranks(_plain_loader, world_size, rows, stop_after, path, True):
+            for got, want in zip(weights, whole, strict=True):
+                torch.testing.assert_close(
+                    torch.tensor(got), torch.tensor(want), rtol=1e-10, atol=1e-10
+                )
