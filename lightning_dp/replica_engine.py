@@ -118,9 +118,8 @@ class ReplicaEngine:
         self.windows.detach()
         if self.reducer is not None:
             self.reducer.close()
-        group = self.group
-        if group is not None and group.world_size > 1 and dist.is_initialized():
-            dist.destroy_process_group(group.process_group)
+        if self.group is not None:
+            self.group.close()
         self.reducer = self.keeper = self.group = self.trainer = self._module = None
         self.optimizers = ()
         self._saved_hook = None
@@ -198,8 +197,15 @@ class ReplicaEngine:
 
     def arm(self, loss: Tensor) -> None:
         """Before a backward: let it reduce, if its window ends."""
-        if self.reducer is not None:
-            self.reducer.arm(loss)
+        if self.reducer is None:
+            return
+        if self.options.check_gradients != "off":
+            # A loss scaler looks for the largest scale by overflowing, and skips those steps. With a
+            # scale below one, what is not finite is not its doing.
+            scale = self.scale()
+            searching = scale is not None and scale >= 1
+            self.reducer.check_finite = "off" if searching else self.options.check_gradients
+        self.reducer.arm(loss)
 
     def finish_backward(self) -> None:
         """After a backward: finish what autograd's callback could not."""

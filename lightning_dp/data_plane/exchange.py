@@ -34,12 +34,6 @@ def open_group(timeout: timedelta | None) -> ReplicaGroup:
     return ReplicaGroup(group, dist.get_rank(), dist.get_world_size(), cpu)
 
 
-def close_group(group: ReplicaGroup) -> None:
-    """End the group. Local."""
-    if group.process_group is not None and dist.is_initialized():
-        dist.destroy_process_group(group.process_group)
-
-
 def gather_integers(group: ReplicaGroup, value: int) -> list[int]:
     """Return every rank's integer (below 2**63), by rank.
 

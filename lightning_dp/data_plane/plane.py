@@ -18,7 +18,7 @@ from lightning_dp.data.order import mix
 from lightning_dp.data_plane import gather
 from lightning_dp.data_plane.common import Ranks, log
 from lightning_dp.data_plane.evaluation import EvaluationData, stage_of
-from lightning_dp.data_plane.exchange import OrderAgreement, agree_on_seed, close_group, open_group
+from lightning_dp.data_plane.exchange import OrderAgreement, agree_on_seed, open_group
 from lightning_dp.data_plane.options import DataOptions
 from lightning_dp.data_plane.place import place, tell_batch_size
 from lightning_dp.data_plane.resume import Resume
@@ -73,7 +73,7 @@ class DataPlane:
         if self._give_back is not None:
             self._give_back()
         if self._ranks is not None:
-            close_group(self._ranks.group)
+            self._ranks.group.close()
         # A checkpoint may still be written after fit: what it needs stays.
         training = self._training
         self._forget()

@@ -47,6 +47,17 @@ class ReplicaGroup:
         group = dist.new_group(timeout=timeout)
         return cls(group, dist.get_rank(), dist.get_world_size(), device)
 
+    def close(self) -> None:
+        """End the group and let go of it. Local.
+
+        Let go of it now, whoever still holds this object: a gloo group that is left to the garbage
+        collector may be collected in a data loading worker that was forked meanwhile, and waits there,
+        for ever or until it crashes, for threads that only exist in this process.
+        """
+        if self.process_group is not None and self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group(self.process_group)
+        object.__setattr__(self, "process_group", None)
+
     @property
     def host_reads_are_free(self) -> bool:
         """Whether reading a reduced value does not make the host wait for an accelerator."""
