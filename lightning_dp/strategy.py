@@ -63,7 +63,9 @@ class LeanDDPStrategy(DDPStrategy):
             0 for never.
         on_mismatch: ``"raise"`` if they are not, or ``"rebroadcast"`` rank 0's values.
         check_gradients: ``"warn"`` or ``"raise"`` if a rank's gradients are not finite, by name of rank
-            and parameter, before they are averaged. Costs one pass over the gradients.
+            and parameter, before they are averaged. Costs one pass over the gradients. With a loss
+            scaler (``16-mixed``), which overflows on purpose and skips such steps, only while its scale
+            is below 1.
         accum_sync: Average gradients once per accumulation ``"window"``, or after ``"every"``
             micro-batch.
         manual_sync: In manual optimization, average after ``"each_backward"``, or only ``"on_step"``:

@@ -225,9 +225,11 @@ class Bucket:
     def release(self) -> bool:
         """Give the storage back if no parameter holds a gradient in it; return whether it did.
 
-        Only references are dropped: a view that somebody else kept stays valid.
+        Only references are dropped: a view that somebody else kept stays valid. Gradients of another
+        dtype than the bucket's are not in it.
         """
-        if self.flat is None or any(slot.param.grad is not None for slot in self.slots):
+        held = zip(self.slots, self.same_dtype, strict=True)
+        if self.flat is None or any(same and slot.param.grad is not None for slot, same in held):
             return False
         for slot in self.slots:
             slot.view = slot.grad_view = None

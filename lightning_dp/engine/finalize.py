@@ -270,11 +270,13 @@ def _hand_back_rest(bucket: Bucket) -> None:
     for position, slot in enumerate(bucket.slots):
         if slot.grad_view is None and position not in dead:
             _copy_back(slot)
+    if not any(bucket.same_dtype):
+        bucket.release()
 
 
 def _copy_back(slot: Slot) -> None:
     assert slot.view is not None
-    grad = slot.kept if slot.kept is not None else torch.empty_like(slot.param)
+    grad = slot.kept.detach() if slot.kept is not None else torch.empty_like(slot.param)
     slot.kept = None
     (torch.view_as_real(grad) if grad.is_complex() else grad).copy_(slot.view)
     slot.param.grad = grad.detach()
