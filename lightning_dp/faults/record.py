@@ -80,9 +80,10 @@ class FailureRecord:
         what = f"{self.error_type}: {self.message}" if self.message else self.error_type
         return f"{who} failed first{where}: {what}"
 
-    def to_error(self, rank: int, world_size: int) -> RankFailedError:
-        """The error to raise on ``rank``, which did nothing wrong."""
-        told = f"[lean_ddp rank {rank}/{world_size}] {self.headline()}"
+    def to_error(self, rank: int | None, world_size: int) -> RankFailedError:
+        """The error to raise on ``rank``, which did nothing wrong; None for a process that is no rank."""
+        who = f"[lean_ddp rank {rank}/{world_size}]" if rank is not None else "[lean_ddp]"
+        told = f"{who} {self.headline()}"
         if self.traceback:
             told += f"\n--- traceback of rank {self.rank} ---\n{self.traceback.rstrip()}"
             told += f"\n--- this was rank {self.rank}; the error above ended the run"

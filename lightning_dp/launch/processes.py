@@ -17,9 +17,9 @@ from lightning_dp.errors import ConfigError, RankFailedError
 from lightning_dp.faults.liveness import die_with_parent
 from lightning_dp.faults.peers import describe_exit
 from lightning_dp.faults.record import FailureRecord
+from lightning_dp.launch import exit_code
 from lightning_dp.launch import session as sessions
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
-from lightning_dp.launch.exit_code import PREEMPTED
 from lightning_dp.launch.stores import STORE_VARIABLE, host_store
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
 
         Collective: none; the calling process is no rank.
         """
+        exit_code.arm()
         session = sessions.Session("processes", self._supervisor.options.error_grace_s)
         try:
             with self._environment(session), self._forwarding():
@@ -110,21 +111,22 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
 
     def _explain(self, session: sessions.Session, error: Any) -> BaseException:
         """The failure that was first, rather than that of the process that ended first."""
-        code = getattr(error, "exit_code", 1)
-        if code == PREEMPTED:
-            return SIGTERMException(PREEMPTED)
-        store = session.store
+        ended_with = getattr(error, "exit_code", 1)
+        if ended_with == exit_code.PREEMPTED:
+            return SIGTERMException(exit_code.PREEMPTED)
+        store, record = session.store, None
         if store is not None and store.check([FIRST_ERROR]):
             record = FailureRecord.from_json(store.get(FIRST_ERROR))
-            return record.to_error(-1, self._supervisor.world_size(self._strategy))
-        if isinstance(error, ProcessExitedException):
-            what, exit_with = describe_exit(code)
-            return RankFailedError(
-                f"[lean_ddp] rank {error.error_index} failed first: {what}.",
-                rank=error.error_index,
-                exit_code=exit_with,
-            )
-        return RankFailedError(str(error), rank=error.error_index, remote_traceback=str(error))
+        if record is not None and (record.traceback or record.rank < 0):
+            return record.to_error(None, self._supervisor.world_size(self._strategy))
+        if record is None and isinstance(error, ProcessRaisedException):
+            return RankFailedError(str(error), rank=error.error_index, remote_traceback=str(error))
+        rank = record.rank if record is not None else error.error_index
+        code = self.procs[rank].exitcode  # better than what another rank saw of its end
+        what, exit_with = describe_exit(-signal.SIGKILL if code is None else code)
+        return RankFailedError(
+            f"[lean_ddp] rank {rank} failed first: {what}.", rank=rank, exit_code=exit_with
+        )
 
     def _wrapping_function(
         self,

@@ -22,6 +22,7 @@ import time
 import torch.distributed as dist
 
 from lightning_dp.errors import LaunchError, RankFailedError
+from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.peers import describe_exit
 from lightning_dp.faults.store import Store, with_prefix
 from lightning_dp.launch import exit_code
@@ -30,7 +31,6 @@ from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_
 
 log = logging.getLogger(__name__)
 
-_EXITING = "exiting"
 _FAREWELL_S = 3.0
 
 
@@ -47,6 +47,7 @@ class Session:
         port: Its port.
         hosts_store: Whether this process hosts it.
         outlives_ranks: Whether a process that is no rank hosts it.
+        first_process: Rank 0's, once it was met.
         failed: Whether a trainer call of the session has failed.
         preempted: Whether all ranks were asked to stop, and did.
     """
@@ -59,6 +60,7 @@ class Session:
         self.port = 0
         self.hosts_store = False
         self.outlives_ranks = False
+        self.first_process: ProcessIdentity | None = None
         self.failed = False
         self.preempted = False
         self.rank = 0
@@ -89,7 +91,9 @@ class Session:
                 rank=rank,
                 exit_code=exit_with,
             )
-        if self.store is not None and self.rank != 0 and self.store.check([f"{_EXITING}/0"]):
+        if self.store is None or self.rank == 0 or self.first_process is None:
+            return
+        if self.store.check([_exiting(self.first_process)]):
             raise LaunchError(
                 f"[lean_ddp rank {self.rank}/{self.world_size}] the program of rank 0 is over, but this "
                 "rank has called the trainer once more. Fix: call fit, validate, test and predict on "
@@ -140,7 +144,7 @@ class Session:
         store = self.store
         with contextlib.suppress(dist.DistError, RuntimeError):
             if store is not None:
-                store.set(f"{_EXITING}/{self.rank}", "1")
+                store.set(_exiting(ProcessIdentity.of_this_process()), "1")
                 store.add("gone", 1)
         error = self._reap(self._limit_s(self.failed or crashed))
         if error is not None and not self.failed:
@@ -148,6 +152,11 @@ class Session:
             exit_code.remember(getattr(error, "exit_code", 1))
         if store is not None and self.hosts_store and not self.children.processes:
             _wait_for_farewells(store, self.world_size)
+
+
+def _exiting(process: ProcessIdentity) -> str:
+    """The key that says so; torchrun's store still holds those of earlier attempts."""
+    return f"exiting/{process.pid}-{process.started}"
 
 
 def _wait_for_farewells(store: Store, world_size: int) -> None:

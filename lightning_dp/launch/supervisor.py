@@ -204,6 +204,7 @@ class Supervisor:
             timeout_s=self.options.rendezvous_timeout_s,
             check=session.check_peers,
         )
+        session.first_process = meeting.processes[0]
         compare_members(meeting.members, rank)
         self.guard.sockets.spared_port = session.port
         if not dist.is_initialized():
