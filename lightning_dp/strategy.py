@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dp import run_seams, trainer_seams
+from lightning_dp import namespaces, run_seams, trainer_seams
 from lightning_dp.batch_plan import batch_plan, check_micro
 from lightning_dp.data_plane import DataOptions, DataPlane
 from lightning_dp.engine.timing import SessionTimes
@@ -566,6 +566,9 @@ class LeanDDPStrategy(DDPStrategy):
         super().teardown()
 
     # Names
+
+    def __repr__(self) -> str:
+        return namespaces.describe(self)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
