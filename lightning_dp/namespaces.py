@@ -1,9 +1,9 @@
 """A user of ``pytorch_lightning`` is told which import to use.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are two copies of one library: two registries, two families of
-classes. A strategy of one is no strategy for the other's Trainer, which says "invalid strategy name" and
-nothing more. So our names are put into the other registry too, where they raise one sentence, and the
-strategy's ``repr``, which that message shows, says the same.
+``lightning.pytorch`` and ``pytorch_lightning`` are two copies of one library: two registries, two families
+of classes. A strategy of one is no strategy for the other's Trainer, which says "invalid strategy name"
+and nothing more. So our names are put into the other registry too, where they raise one sentence, and
+the strategy's ``repr``, which that message shows, says the same.
 """
 
 from __future__ import annotations

@@ -1,0 +1,246 @@
+"""Parts of the failure channel that need no second process."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lightning_dp.errors import CollectiveError, RankFailedError
+from lightning_dp.faults.channel import FailureChannel
+from lightning_dp.faults.interrupt import Interrupter
+from lightning_dp.faults.liveness import ProcessIdentity
+from lightning_dp.faults.peers import Peers, describe_exit
+from lightning_dp.faults.preemption import StopLine
+from lightning_dp.faults.record import FailureRecord, exit_code_of, is_consequence
+from lightning_dp.faults.store import empty_store
+from lightning_dp.faults.waits import Wait, Waits, describe_stall, find_deadlock
+
+
+def test_a_record_survives_the_store():
+    try:
+        raise ValueError("boom")
+    except ValueError as error:
+        record = FailureRecord.from_exception(3, error, "fit, step 7")
+    again = FailureRecord.from_json(record.to_json())
+    assert again == record
+    assert "rank 3" in record.headline()
+    assert "fit, step 7" in record.headline()
+    told = again.to_error(0, 4)
+    assert told.rank == 3
+    assert "ValueError: boom" in told.remote_traceback
+    assert str(told).startswith("[lean_ddp rank 0/4] rank 3")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[gloo/transport] Connection closed by peer [127.0.0.1]:1"), True),
+        (dist.DistBackendError("NCCL error: remote process exited"), True),
+        (CollectiveError("x"), True),
+        (RankFailedError("x"), True),
+        (ValueError("boom"), False),
+        (RuntimeError("shapes do not match"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_consequences_are_told_from_causes(error, expected):
+    assert is_consequence(error) is expected
+    outer = KeyError("while handling")
+    outer.__context__ = error
+    assert is_consequence(outer) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(SystemExit(5), 5), (SystemExit(0), 1), (SystemExit("x"), 1), (OSError(), 1)],
+)
+def test_exit_codes(error, code):
+    assert exit_code_of(error) == code
+
+
+@pytest.mark.parametrize(
+    ("code", "says", "ends_with"),
+    [(-9, "SIGKILL", 1), (3, "exit code 3", 3), (0, "exit code 0", 1)],
+)
+def test_how_a_child_ended(code, says, ends_with):
+    what, exit_with = describe_exit(code)
+    assert says in what
+    assert exit_with == ends_with
+
+
+def test_the_first_failure_wins_and_is_acknowledged():
+    store = empty_store()
+    zero, one = FailureChannel(store, 0, 2), FailureChannel(store, 1, 2)
+    assert zero.first() is None
+    first = FailureRecord(1, "ValueError", "a")
+    assert one.publish(first) == first
+    assert zero.publish(FailureRecord(0, "KeyError", "b")) == first
+    assert not one.all_acknowledged()
+    zero.acknowledge()
+    assert one.all_acknowledged()
+
+
+def test_a_process_is_told_from_a_later_one_with_its_number():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        mine = ProcessIdentity.of_this_process()
+        started = int(open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()[19])
+        identity = ProcessIdentity(child.pid, started, mine.machine)
+        assert identity.is_local()
+        assert identity.is_alive()
+        assert not ProcessIdentity(child.pid, started + 1, mine.machine).is_alive()
+        assert not ProcessIdentity(child.pid, started, "elsewhere").is_local()
+        child.kill()
+        time.sleep(0.1)  # a zombie until it is waited for
+        assert not identity.is_alive()
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_silent_rank_of_another_machine_is_found(monkeypatch):
+    from lightning_dp.faults import peers as module
+
+    monkeypatch.setattr(module, "SILENCE_S", 0.2)
+    monkeypatch.setattr(module, "_HEARING_S", 0.0)
+    mine = ProcessIdentity.of_this_process()
+    far = ProcessIdentity(1, 1, "elsewhere")
+    channel = FailureChannel(empty_store(), 0, 2)
+    peers = Peers([mine, far], 0, None, 0)
+    for beat in range(5):
+        channel.write("beat/1", f'{{"beat": {beat}}}')
+        assert peers.find_dead(channel) is None
+        time.sleep(0.1)
+    time.sleep(0.3)
+    found = peers.find_dead(channel)
+    assert found is not None
+    assert found.rank == 1
+    assert "nothing was heard" in found.error_type
+
+
+def test_an_interrupt_ends_a_sleep_and_comes_only_while_armed():
+    interrupter = Interrupter()
+    timer = threading.Timer(0.1, interrupter.fire, [lambda: RankFailedError("stop", rank=1)])
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError), interrupter.armed():
+        timer.start()
+        time.sleep(10)
+    assert time.monotonic() - begin < 2
+    interrupter.fire(lambda: RankFailedError("too late"))
+    time.sleep(0.05)
+
+
+def test_another_thread_is_interrupted_between_bytecodes():
+    interrupter, caught = Interrupter(), []
+
+    def work():
+        try:
+            with interrupter.armed():
+                deadline = time.monotonic() + 10
+                while time.monotonic() < deadline:
+                    time.sleep(0.01)
+        except RankFailedError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.1)
+    interrupter.fire(lambda: RankFailedError("stop", rank=2))
+    thread.join(5)
+    assert caught[0].rank == 2
+    assert str(caught[0]) == "stop"
+
+
+def waiting(what, serial=1, age_s=5.0, **more):
+    return {"what": what, "serial": serial, "age_s": age_s, "beat": 1, **more}
+
+
+@pytest.mark.parametrize(
+    ("reports", "found"),
+    [
+        ({0: waiting("a"), 1: waiting("b")}, True),
+        ({0: waiting("a"), 1: {"gone": True}}, True),
+        ({0: waiting("a"), 1: waiting("a")}, False),
+        ({0: waiting("a"), 1: waiting("")}, False),
+        ({0: waiting("a"), 1: waiting("b", age_s=0.1)}, False),
+        ({0: waiting("a")}, False),
+    ],
+)
+def test_only_a_certain_deadlock_is_found(reports, found):
+    assert (find_deadlock(2, reports, min_age_s=1.0) is not None) is found
+
+
+def test_a_stall_says_who_has_not_come():
+    wait = Wait("the gradients of step 3", time.monotonic() - 31, 1, ("a.weight", "a.bias"))
+    text = describe_stall(0, wait, {0: {}, 1: waiting(""), 2: waiting("a barrier", where="fit")})
+    assert "31 s" in text
+    assert "'a.weight'" in text
+    assert "rank 1 has not come: it is running its own code" in text
+    assert "rank 2 has not come: it waits for a barrier at fit" in text
+
+
+def test_what_the_engine_waits_for_begins_when_it_is_first_seen():
+    waits = Waits()
+    waits.source = lambda: ("bucket 1", ("w",))
+    first = waits.look()
+    assert waits.look() is first
+    with waits.waiting("a barrier"):
+        assert waits.look().what == "a barrier"
+    waits.source = lambda: None
+    assert waits.look() is None
+
+
+def stop_lines(world_size):
+    store = empty_store()
+    return [StopLine(FailureChannel(store, r, world_size), "line") for r in range(world_size)]
+
+
+def test_ranks_in_lockstep_stop_at_the_same_point():
+    lines = stop_lines(3)
+    stopped: dict[int, int] = {}
+    step = threading.Barrier(3)  # something that all ranks do in every batch
+
+    def run(rank):
+        for point in range(100):
+            step.wait(10)
+            # ranks hear of the request at different points
+            if point >= 10 + 3 * rank and lines[rank].is_due(point):
+                stopped[rank] = point
+                return
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert set(stopped) == {0, 1, 2}
+    assert len(set(stopped.values())) == 1
+
+
+def test_nobody_stops_if_one_has_come_to_its_end():
+    lines = stop_lines(2)
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.append([lines[0].is_due(point) for point in range(1, 8)])
+    )
+    thread.start()
+    assert lines[1].is_due(1) is False
+    assert lines[1].is_due(2, is_last=True) is False
+    thread.join(10)
+    assert results == [[False] * 7]
+
+
+def test_a_world_of_one_stops_at_once():
+    assert StopLine(None, "line").is_due(5)
+
+
+def test_votes_are_counted():
+    channel = FailureChannel(empty_store(), 0, 1)
+    assert channel.agree_any("a", True, timeout_s=1)
+    assert not channel.agree_any("b", False, timeout_s=1)
+    lonely = FailureChannel(empty_store(), 0, 2)
+    with pytest.raises(CollectiveError, match="1 of 2"):
+        lonely.agree_any("c", True, timeout_s=0.05)
