@@ -102,7 +102,9 @@ def test_weight_averaging():
 
 def test_stochastic_weight_averaging():
     same_as_ddp(
-        lambda root: [cb.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=2)],
+        lambda root: [
+            cb.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=2)
+        ],
         epochs=4,
     )
 
@@ -110,7 +112,7 @@ def test_stochastic_weight_averaging():
 def _checkpoints(module, runner, callbacks):
     found = {}
     kept = callbacks[0]
-    paths = runner.strategy.broadcast(sorted(kept.best_k_models) + [kept.last_model_path])
+    paths = runner.strategy.broadcast([*sorted(kept.best_k_models), kept.last_model_path])
     for path in paths:
         saved = torch.load(path, weights_only=True)
         for name, value in saved["state_dict"].items():
@@ -165,7 +167,9 @@ def test_gradient_accumulation_scheduler():
 
 def test_model_pruning():
     def after(module, runner, callbacks):
-        zeros = sum(int((m.weight == 0).sum()) for m in module.modules() if isinstance(m, nn.Linear))
+        zeros = sum(
+            int((m.weight == 0).sum()) for m in module.modules() if isinstance(m, nn.Linear)
+        )
         assert zeros > 20
         return {"zeros": zeros}
 
@@ -209,8 +213,8 @@ def _monitored(rank, world_size, port):
     pl.accelerators.cpu._PSUTIL_AVAILABLE = True
     with tempfile.TemporaryDirectory() as root:
         runner = trainer(
-            world_size, port, lean(), root, logger=CSVLogger(root) if rank == 0 else False,
-            callbacks=[cb.DeviceStatsMonitor(cpu_stats=True), cb.ModelSummary(max_depth=2)] if rank == 0 else [],
+            world_size, port, lean(), root, logger=CSVLogger(root),
+            callbacks=[cb.DeviceStatsMonitor(cpu_stats=True), cb.ModelSummary(max_depth=2)],
             log_every_n_steps=1, enable_model_summary=rank == 0,
         )  # fmt: skip
         runner.fit(Net(), DataLoader(Rows(48), batch_size=6))

@@ -78,7 +78,9 @@ def _exact(rank, world_size, dtype, create_graph):
                 # fp32 sums of two are exact in any order; at three the last bit of fp32 may differ
                 tolerance = 0 if name.startswith(("low", "maybe")) and world_size == 2 else 1e-6
                 if value.dtype in (torch.bfloat16, torch.float16):
-                    tolerance = max(tolerance, 0 if world_size == 2 else torch.finfo(value.dtype).eps)
+                    tolerance = max(
+                        tolerance, 0 if world_size == 2 else torch.finfo(value.dtype).eps
+                    )
                 torch.testing.assert_close(value, want, rtol=tolerance, atol=tolerance, msg=name)
         buckets = harness.reducer.layout.buckets
         assert {b.dtype for b in buckets} == {torch.float32, torch.float64}
@@ -131,7 +133,9 @@ def _half_sum(rank, world_size):
             module.zero_grad()
             harness.backward(module(torch.full((1, 2), 50_000.0).half()).sum())
             assert torch.isfinite(module.weight.grad).all()
-            torch.testing.assert_close(module.weight.grad.float(), torch.full((2, 2), 50_000.0), rtol=1e-3, atol=0)
+            torch.testing.assert_close(
+                module.weight.grad.float(), torch.full((2, 2), 50_000.0), rtol=1e-3, atol=0
+            )
 
 
 @both_worlds

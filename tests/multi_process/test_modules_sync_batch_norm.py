@@ -142,7 +142,9 @@ def test_two_collectives_a_layer():
 
 
 def test_only_the_class_changes_and_back():
-    net = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm2d(4), Own(4)), nn.InstanceNorm1d(4))
+    net = nn.Sequential(
+        nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm2d(4), Own(4)), nn.InstanceNorm1d(4)
+    )
     layers = [net[0], net[1][0], net[1][1]]
     before = [(type(m), m.weight, m.running_mean) for m in layers]
     keys = list(net.state_dict())

@@ -35,10 +35,11 @@ class Harness:
         options: LayoutOptions = SMALL,
         wire: Callable[[ReplicaGroup], Wire] | None = None,
         with_keeper: bool | str = False,
+        group: ReplicaGroup | None = None,
         **kwargs: Any,
     ) -> None:
         self.module = module
-        self.group = ReplicaGroup.create(torch.device("cpu"))
+        self.group = group or ReplicaGroup.create(torch.device("cpu"))
         self.window = AccumulationWindow()
         if with_keeper:
             mode = with_keeper if isinstance(with_keeper, str) else "lazy"
@@ -90,19 +91,26 @@ def grads(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def mean_over_ranks(local: dict[str, Tensor | None], module: nn.Module) -> dict[str, Tensor | None]:
-    """Average local gradients with plain collectives; used nowhere stays ``None``."""
-    mean: dict[str, Tensor | None] = {}
-    for name, p in module.named_parameters():
+    """Average local gradients with plain collectives, one a dtype; used nowhere stays ``None``."""
+    parameters = dict(module.named_parameters())
+    used = torch.tensor([float(local[name] is not None) for name in parameters] or [0.0])
+    dist.all_reduce(used)
+    sums: dict[str, Tensor] = {}
+    for name, p in parameters.items():
         grad = local[name]
-        used = torch.tensor(0.0 if grad is None else 1.0)
         total = torch.zeros_like(p, dtype=_wide(p.dtype)).contiguous()
-        if grad is not None:
-            total.copy_(grad)
-        real = torch.view_as_real(total) if total.is_complex() else total
-        dist.all_reduce(used)
-        dist.all_reduce(real)
-        mean[name] = None if used == 0 else (total / dist.get_world_size()).to(p.dtype)
-    return mean
+        sums[name] = total if grad is None else total.copy_(grad)
+    for dtype in dict.fromkeys(total.dtype for total in sums.values()):
+        names = [name for name, total in sums.items() if total.dtype == dtype]
+        flat = torch.cat([sums[name].reshape(-1) for name in names])
+        dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
+        parts = flat.split([sums[name].numel() for name in names])
+        for name, part in zip(names, parts, strict=True):
+            sums[name] = part.view(sums[name].shape)
+    return {
+        name: None if users == 0 else (sums[name] / dist.get_world_size()).to(p.dtype)
+        for (name, p), users in zip(parameters.items(), used.tolist(), strict=True)
+    }
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -27,7 +27,11 @@ def free_port() -> int:
 
 
 def trainer(
-    world_size: int, port: int, strategy: Any = None, root: Path | str = "/nonexistent", **kwargs: Any
+    world_size: int,
+    port: int,
+    strategy: Any = None,
+    root: Path | str = "/nonexistent",
+    **kwargs: Any,
 ) -> pl.Trainer:
     """A Trainer for this rank of a group started by ``run_ranks(..., init_process_group=False)``."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -112,12 +116,18 @@ def same_weights(
     check: Callable[[pl.LightningModule, pl.Trainer], None] | None = None,
     **kwargs: Any,
 ) -> None:
-    """Train on ``world_size`` ranks and alone on the whole batches: the same weights, equal on all ranks."""
+    """Train on ``world_size`` ranks, and alone on the whole batches: the same weights on all."""
 
     def run(rank: int, world: int, port: int) -> dict[str, Any]:
         module = make()
-        strategy: Any = lean(check_replicas_every_n_steps=1, **options or {}) if world > 1 else "auto"
-        used = dict(kwargs) if world > 1 else {k: v for k, v in kwargs.items() if k != "sync_batchnorm"}
+        strategy: Any = (
+            lean(check_replicas_every_n_steps=1, **options or {}) if world > 1 else "auto"
+        )
+        used = (
+            dict(kwargs)
+            if world > 1
+            else {k: v for k, v in kwargs.items() if k != "sync_batchnorm"}
+        )
         runner = fit(module, rank, world, port, strategy, **used)
         if check is not None:
             check(module, runner)
