@@ -264,7 +264,7 @@ class Without(Base):
 
 def _none(rank, world_size, port):
     records = []
-    logger = logging.getLogger("lightning_dp.replica_engine")
+    logger = logging.getLogger("lightning_dp")
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     logger.addHandler(handler)

@@ -97,12 +97,13 @@ def fit(
     port: int,
     strategy: Any,
     callbacks: Callable[[], list[Any]] = list,
+    ckpt_path: str | None = None,
     **kwargs: Any,
 ) -> pl.Trainer:
     """Train on ``Rows``: 4 steps an epoch of a global batch of 12."""
     runner = trainer(world_size, port, strategy, callbacks=callbacks(), **kwargs)
     loader = DataLoader(Rows(), batch_size=12 // world_size, shuffle=False)
-    runner.fit(module, loader)
+    runner.fit(module, loader, ckpt_path=ckpt_path)
     return runner
 
 
