@@ -1,4 +1,7 @@
-"""One training step between Lightning's hooks and the engine: weights, windows, checks, life time."""
+"""One training step between Lightning's hooks and the engine: weights, windows, checks, life time.
+
+This file is longer than others because a step's hooks are read in the order in which they run.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp import trainer_seams
@@ -18,12 +20,13 @@ from lightning_dp.accumulation import WindowKeeper
 from lightning_dp.engine import replicas
 from lightning_dp.engine.autograd_seams import split_compiled_graphs
 from lightning_dp.engine.buffers import BufferKeeper
-from lightning_dp.engine.comm_hooks import CommHookWire
 from lightning_dp.engine.digest import check_replicas
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.hook_state import hook_state, load_hook_state
 from lightning_dp.engine.reducer import Reducer
 from lightning_dp.engine.window import AccumulationWindow
+from lightning_dp.hook_choice import HookChoice
+from lightning_dp.losses import LossWeights
+from lightning_dp.optimizer_groups import OptimizerGroups
 from lightning_dp.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -52,21 +55,18 @@ class ReplicaEngine:
         timeout: timedelta | None,
     ) -> None:
         self.options = options
-        self.hook = (hook, state, wrapper)
+        self.hook = HookChoice(hook, state, wrapper)
         self.timeout = timeout
         self.window = AccumulationWindow()
         self.windows = WindowKeeper(self.window, options.tail, options.mid_window)
         self.group: ReplicaGroup | None = None
         self.reducer: Reducer | None = None
         self.keeper: BufferKeeper | None = None
-        self.optimizers: Sequence[Optimizer] = ()
+        self.optimizers = OptimizerGroups(())
         self.trainer: pl.Trainer | None = None
         self._module: pl.LightningModule | None = None
-        self._weight = 1.0
-        self._said_no_loss = False
-        self._groups_seen = 0
+        self.losses = LossWeights()
         self._averaged = False
-        self._saved_hook: Mapping[str, Any] | None = None
 
     # Life time
 
@@ -92,7 +92,7 @@ class ReplicaEngine:
         """Hook the parameters; one partition of buckets per optimizer."""
         assert self.group is not None
         assert self._module is not None
-        self.optimizers = optimizers
+        self.optimizers = OptimizerGroups(optimizers)
         self.trainer = trainer
         options = self.options
         self.keeper = BufferKeeper(self._module, self.group, options.buffers, options.buffer_reduce)
@@ -100,18 +100,17 @@ class ReplicaEngine:
             self._module,
             self.group,
             self.window,
-            self._wire(self.group, trainer),
+            self.hook.wire(self.group, trainer),
             options.layout(self.group.device),
-            partition_of=self._partition,
+            partition_of=self.optimizers.partition,
             deferred=options.deferred,
             check_finite=options.check_gradients,
             keeper=self.keeper,
         )
-        self._restore_hook(self.reducer)
-        self._groups_seen = self._count_groups()
+        self.hook.restore(self.reducer)
         self._averaged = trainer_seams.averages_weights(trainer)
         self.steps = 0
-        self._said_no_loss = False
+        self.losses = LossWeights()
 
     def close(self) -> None:
         """Remove hooks and end the group; gradients and weights stay."""
@@ -121,8 +120,8 @@ class ReplicaEngine:
         if self.group is not None:
             self.group.close()
         self.reducer = self.keeper = self.group = self.trainer = self._module = None
-        self.optimizers = ()
-        self._saved_hook = None
+        self.optimizers = OptimizerGroups(())
+        self.hook.forget()
 
     def abort(self, error: BaseException) -> None:
         """Give up a step that this rank cannot finish; never raises."""
@@ -152,31 +151,10 @@ class ReplicaEngine:
 
     def weigh(self, output: Any) -> Any:
         """Read the weight of a training step's output; give a rank without a loss a zero one."""
-        self._weight = 1.0
         if not self._automatic or self.reducer is None:
+            self.losses.weight = 1.0
             return output
-        if output is None and self.reducer.group.world_size > 1:
-            return self._no_loss()
-        if isinstance(output, dict) and "weight" in output:
-            self._weight = float(output["weight"])
-            if not self._weight >= 0:
-                raise ValueError(
-                    f"training_step returned weight={self._weight}; a weight is the number of samples or"
-                    " tokens behind the mean loss, 0 or more."
-                )
-        return output
-
-    def _no_loss(self) -> Tensor:
-        assert self.reducer is not None
-        self._weight = 0.0
-        if not self._said_no_loss:
-            self._said_no_loss = True
-            log.warning(
-                "lean_ddp: training_step returned None on rank %d. This rank contributes nothing to such"
-                " a step; the mean is over the ranks that have a loss.",
-                self.reducer.group.rank,
-            )
-        return torch.zeros((), device=self.reducer.group.device, requires_grad=True)
+        return self.losses.weigh(output, self.reducer.group)
 
     @contextmanager
     def backward(self, loss: Tensor) -> Generator[Tensor]:
@@ -186,11 +164,11 @@ class ReplicaEngine:
             return
         if self._automatic and self.trainer is not None:
             divisor = self.trainer.accumulate_grad_batches
-            self.window.add(self._weight, loss.detach() * divisor, divisor)
+            self.window.add(self.losses.weight, loss.detach() * divisor, divisor)
         else:
             self.windows.note_manual_backward()
         try:
-            yield loss if self._weight == 1.0 else loss * self._weight
+            yield self.losses.weighted(loss)
         except BaseException as error:
             self.reducer.abort(error)
             raise
@@ -243,7 +221,7 @@ class ReplicaEngine:
                 self.finish_backward()
                 return output
             output = closure()
-            reducer.reduce_now(self._index(optimizer))
+            reducer.reduce_now(self.optimizers.index(optimizer))
             return output
 
         return closed
@@ -266,8 +244,7 @@ class ReplicaEngine:
         if self._averaged:
             self.before_use(between_steps=True)
         every = self.options.check_replicas_every_n_steps
-        local_sgd = self.hook[0] is not None and hasattr(self.hook[1], "start_localSGD_iter")
-        if every and (self.steps == 1 or self.steps % every == 0) and not local_sgd:
+        if every and (self.steps == 1 or self.steps % every == 0) and not self.hook.is_local_sgd:
             check_replicas(reducer, self.steps, self.options.on_mismatch)
 
     def before_use(self, *, between_steps: bool = False) -> None:
@@ -292,36 +269,12 @@ class ReplicaEngine:
             return
         if window is not None:
             checkpoint.setdefault("lean_ddp", {})["window"] = window
-        hook, state, _ = self.hook
-        if hook is not None:
-            kept = hook_state(state, self.reducer.layout, self.reducer.group)
-            if kept is not None:
-                checkpoint.setdefault("lean_ddp", {})["engine"] = {"hook": kept}
+        self.hook.add_to(checkpoint, self.reducer)
 
     def remember(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep what a loaded checkpoint says of its window and of the communication hook."""
         self.windows.remember(checkpoint.get("lean_ddp", {}).get("window"))
-        self._saved_hook = checkpoint.get("lean_ddp", {}).get("engine", {}).get("hook")
-
-    def _wire(self, group: ReplicaGroup, trainer: pl.Trainer) -> CommHookWire | None:
-        hook, state, wrapper = self.hook
-        if hook is None:
-            return None
-        if group.host_reads_are_free and getattr(state, "subgroup", ...) is None:
-            # torch makes subgroups of as many ranks as a machine has GPUs; here it has none.
-            per_machine = len(trainer.strategy.parallel_devices)  # type: ignore[attr-defined]
-            state.subgroup, _ = dist.new_subgroups(per_machine)  # type: ignore[attr-defined,no-untyped-call]
-        heal = getattr(trainer.precision_plugin, "scaler", None) is not None
-        return CommHookWire(group, hook, state, wrapper, heal=heal)
-
-    def _restore_hook(self, reducer: Reducer) -> None:
-        saved, self._saved_hook = self._saved_hook, None
-        if saved is None or self.hook[0] is None:
-            return
-        told = load_hook_state(self.hook[1], saved, reducer.group)
-        reducer.layout.remembered = list(saved["layout"])
-        if told and reducer.group.rank == 0:
-            log.warning("lean_ddp: communication hook: %s.", told)
+        self.hook.remember(checkpoint)
 
     # Parameters that come later
 
@@ -334,9 +287,7 @@ class ReplicaEngine:
             return
         self.window.reduces = not self._reduces_on_step
         self.windows.begin_batch(batch_idx, automatic=self._automatic)
-        groups = self._count_groups()
-        if batch_idx == 0 or groups != self._groups_seen:
-            self._groups_seen = groups
+        if self.optimizers.have_grown() or batch_idx == 0:
             self._take_in_new()
             if self.keeper is not None:
                 self.keeper.refresh()
@@ -353,20 +304,3 @@ class ReplicaEngine:
         replicas.broadcast([parameters[name] for name in missing], self.group)
         self.reducer.add_parameters()
         log.info("lean_ddp: took in new parameters: %s", ", ".join(missing))
-
-    def _count_groups(self) -> int:
-        return sum(len(optimizer.param_groups) for optimizer in self.optimizers)
-
-    def _partition(self, parameter: nn.Parameter) -> int:
-        for index, optimizer in enumerate(self.optimizers):
-            for group in optimizer.param_groups:
-                if any(parameter is other for other in group["params"]):
-                    return index
-        return len(self.optimizers)
-
-    def _index(self, optimizer: Optimizer) -> int | None:
-        plain = getattr(optimizer, "optimizer", optimizer)
-        for index, other in enumerate(self.optimizers):
-            if other is plain or other is optimizer:
-                return index
-        return None

@@ -120,3 +120,20 @@ def split_compiled_graphs(bucket_bytes_cap: int) -> Iterator[None]:
         yield
     finally:
         ddp._active_ddp_module = before
+
+
+# The base of BatchNorm layers, and that of all layers with running statistics. They fall back to public
+# classes, which leaves out what users derive from the common base alone.
+BatchNorm: type[torch.nn.Module] = getattr(
+    torch.nn.modules.batchnorm, "_BatchNorm", torch.nn.BatchNorm1d
+)
+NORM_LAYERS: tuple[type[torch.nn.Module], ...] = (
+    getattr(torch.nn.modules.batchnorm, "_NormBase", torch.nn.BatchNorm1d),
+    torch.nn.BatchNorm1d,
+    torch.nn.BatchNorm2d,
+    torch.nn.BatchNorm3d,
+    torch.nn.SyncBatchNorm,
+    torch.nn.InstanceNorm1d,
+    torch.nn.InstanceNorm2d,
+    torch.nn.InstanceNorm3d,
+)

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_dp.engine import replicas
+from lightning_dp.engine.autograd_seams import NORM_LAYERS
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.registry import ignored_names
 from lightning_dp.errors import some_names
@@ -94,7 +94,7 @@ class BufferKeeper:
                     places[name] = owner, key
         new = [name for name in places if name not in self._places]
         self._places = places
-        self._statistics = [n for n, (owner, _) in places.items() if isinstance(owner, _NormBase)]
+        self._statistics = [n for n, (owner, _) in places.items() if isinstance(owner, NORM_LAYERS)]
         self._others = [n for n in places if n not in self._statistics]
         if self.mode == "step":
             self._each_step = list(places)

@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.engine.agreement import Profile, agree, raise_remote_errors
-from lightning_dp.engine.bucket import Bucket, Slot
-from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.agreement import Profile, agree
+from lightning_dp.engine.bucket import Slot
+from lightning_dp.engine.hand_back import hand_back_rest, hand_back_used
 from lightning_dp.engine.patience import wait_patiently
-from lightning_dp.engine.report import Report
+from lightning_dp.engine.report import Report, act_on
 from lightning_dp.engine.sparse import check_sparse, reduce_sparse
 from lightning_dp.engine.timing import now
 from lightning_dp.engine.window import CONTROL_SIZE, Control
 from lightning_dp.engine.wire import InFlight
-from lightning_dp.errors import LateGradientError, NonFiniteGradientError, some_names
 
 if TYPE_CHECKING:
     from lightning_dp.engine.reducer import Reducer
@@ -136,7 +135,7 @@ def _round(reducer: Reducer, session: Session, *, new: bool) -> Tensor:
     session.before_last = None
     separate = None if carrier is not None else _send_separately(reducer, session, new=new)
     for bucket, _ in session.in_flight:
-        _hand_back_used(bucket)  # in the shadow of the collectives
+        hand_back_used(bucket)  # in the shadow of the collectives
     session.times.waits(reducer.group.device)
     for position, (bucket, work) in enumerate(session.in_flight):
         session.waiting_for = bucket
@@ -147,11 +146,11 @@ def _round(reducer: Reducer, session: Session, *, new: bool) -> Tensor:
     session.times.ends()
     report = reducer.next_report(Report(tail, session, reducer.group.host_reads_are_free))
     if report is not None:
-        _act_on(reducer, report)
+        act_on(reducer, report)
     factor = _factor(reducer, tail)
     for bucket, _ in session.in_flight:
         _scale([bucket.grads], factor)
-        _hand_back_rest(bucket)
+        hand_back_rest(bucket)
     session.in_flight = []
     return tail
 
@@ -195,91 +194,6 @@ def _receive(session: Session, separate: tuple[Tensor, InFlight | None] | None) 
             bucket.flags.copy_(message[offset : offset + len(bucket.slots)])
             offset += len(bucket.slots)
     return message[:CONTROL_SIZE]
-
-
-def _act_on(reducer: Reducer, report: Report) -> None:
-    """Do on every rank what any rank reported in the tail: raise, or learn about buffers.
-
-    Collective: every rank exchanges names, only if something was reported. Blocks.
-    """
-    means = report.means()
-    group = reducer.group
-    if means[Control.STOP] > 0 and reducer.on_stop is not None:
-        reducer.on_stop()
-    if means[Control.ERROR] > 0:
-        raise_remote_errors(group.all_gather_object(None), group.rank)
-    if means[Control.LATE] > 0:
-        names, ranks = _gather_names(group, report.late)
-        reducer.defer(names)
-        raise LateGradientError(
-            f"[rank {group.rank}] a second gradient of {some_names(names)} arrived after the first had"
-            " been sent, so this step's average would miss it. These parameters are used in several"
-            " re-entrant backwards (activation checkpointing with use_reentrant=True, or a backward"
-            " inside a backward) for the first time now. They are sent last from the next step on; to"
-            f" have that from the start, pass deferred={names[:5]!r} to LeanDDPStrategy.",
-            names=names,
-            ranks=ranks,
-        )
-    if means[Control.NON_FINITE] > 0:
-        names, ranks = _gather_names(group, report.non_finite)
-        message = (
-            f"[rank {group.rank}] gradients of {some_names(names)} held inf or NaN on rank(s) {ranks}"
-            " before they were averaged. Look at that rank's batch; lower the learning rate or clip."
-        )
-        if reducer.check_finite == "raise":
-            raise NonFiniteGradientError(message, names=names, ranks=ranks)
-        log.warning(message)
-    if means[Control.BUFFERS] > 0 and reducer.keeper is not None:
-        reducer.keeper.learn(report.buffers)
-
-
-def _gather_names(group: ReplicaGroup, names: list[str]) -> tuple[list[str], list[int]]:
-    by_rank: list[list[str]] = group.all_gather_object(names)
-    ranks = [rank for rank, theirs in enumerate(by_rank) if theirs]
-    return list(dict.fromkeys(name for theirs in by_rank for name in theirs)), ranks
-
-
-def _hand_back_used(bucket: Bucket) -> None:
-    """Point ``.grad`` at the bucket where this rank had a gradient of the bucket's dtype."""
-    if not bucket.unused:
-        for slot in bucket.slots:
-            slot.param.grad = slot.grad_view
-        return
-    unused = set(bucket.unused)
-    for position, slot in enumerate(bucket.slots):
-        if position not in unused:
-            slot.param.grad = slot.grad_view
-
-
-def _hand_back_rest(bucket: Bucket) -> None:
-    """Give gradients to parameters that were used elsewhere only, and to those of another dtype.
-
-    [Note: unused parameters] Used on no rank means ``.grad`` stays ``None``, as on one device:
-    momentum and weight decay must not move a dead weight. The host reads flags only if something was
-    unused here, so the usual step costs nothing.
-    """
-    dead: set[int] = set()
-    if bucket.unused:
-        flags = bucket.flags.tolist()
-        dead = {position for position in bucket.unused if flags[position] == 0}
-        for position in bucket.unused:
-            if position not in dead:
-                bucket.slots[position].param.grad = bucket.slots[position].grad_view
-    if all(bucket.same_dtype):
-        return
-    for position, slot in enumerate(bucket.slots):
-        if slot.grad_view is None and position not in dead:
-            _copy_back(slot)
-    if not any(bucket.same_dtype):
-        bucket.release()
-
-
-def _copy_back(slot: Slot) -> None:
-    assert slot.view is not None
-    grad = slot.kept.detach() if slot.kept is not None else torch.empty_like(slot.param)
-    slot.kept = None
-    (torch.view_as_real(grad) if grad.is_complex() else grad).copy_(slot.view)
-    slot.param.grad = grad.detach()
 
 
 def _factor(reducer: Reducer, tail: Tensor) -> Tensor | float:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lightning_dp.engine.agreement import Agreement
-from lightning_dp.engine.bucket import Bucket, Slot, SlotSpec, plan_buckets
+from lightning_dp.engine.bucket import Bucket, Slot
+from lightning_dp.engine.plan import SlotSpec, plan_buckets
 
 MIB = 2**20
 

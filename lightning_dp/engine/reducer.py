@@ -17,6 +17,8 @@ gradients to hooks, loggers and clipping. ``post_backward`` is the safety net wh
 [Note: late gradients] A parameter used in two re-entrant backwards fires twice. Those seen to do so are
 sent last. If one fires again after its bucket left, ``.grad`` was taken away at launch, so nothing in
 flight is touched; the fact travels in the control tail and every rank raises.
+
+This file is longer than others because these notes stand where they govern.
 """
 
 from __future__ import annotations

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lightning_dp.engine.agreement import raise_remote_errors
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.window import Control
+from lightning_dp.errors import LateGradientError, NonFiniteGradientError, some_names
+
 if TYPE_CHECKING:
+    from lightning_dp.engine.reducer import Reducer
     from lightning_dp.engine.session import Session
+
+log = logging.getLogger(__name__)
 
 
 class Report:
@@ -42,3 +51,45 @@ class Report:
             self._event.synchronize()
         values: list[float] = self._host.tolist()
         return values
+
+
+def act_on(reducer: Reducer, report: Report) -> None:
+    """Do on every rank what any rank reported in the tail: raise, or learn about buffers.
+
+    Collective: every rank exchanges names, only if something was reported. Blocks.
+    """
+    means = report.means()
+    group = reducer.group
+    if means[Control.STOP] > 0 and reducer.on_stop is not None:
+        reducer.on_stop()
+    if means[Control.ERROR] > 0:
+        raise_remote_errors(group.all_gather_object(None), group.rank)
+    if means[Control.LATE] > 0:
+        names, ranks = _gather_names(group, report.late)
+        reducer.defer(names)
+        raise LateGradientError(
+            f"[rank {group.rank}] a second gradient of {some_names(names)} arrived after the first had"
+            " been sent, so this step's average would miss it. These parameters are used in several"
+            " re-entrant backwards (activation checkpointing with use_reentrant=True, or a backward"
+            " inside a backward) for the first time now. They are sent last from the next step on; to"
+            f" have that from the start, pass deferred={names[:5]!r} to LeanDDPStrategy.",
+            names=names,
+            ranks=ranks,
+        )
+    if means[Control.NON_FINITE] > 0:
+        names, ranks = _gather_names(group, report.non_finite)
+        message = (
+            f"[rank {group.rank}] gradients of {some_names(names)} held inf or NaN on rank(s) {ranks}"
+            " before they were averaged. Look at that rank's batch; lower the learning rate or clip."
+        )
+        if reducer.check_finite == "raise":
+            raise NonFiniteGradientError(message, names=names, ranks=ranks)
+        log.warning(message)
+    if means[Control.BUFFERS] > 0 and reducer.keeper is not None:
+        reducer.keeper.learn(report.buffers)
+
+
+def _gather_names(group: ReplicaGroup, names: list[str]) -> tuple[list[str], list[int]]:
+    by_rank: list[list[str]] = group.all_gather_object(names)
+    ranks = [rank for rank, theirs in enumerate(by_rank) if theirs]
+    return list(dict.fromkeys(name for theirs in by_rank for name in theirs)), ranks

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_dp.engine.autograd_seams import BatchNorm
 
 
 class _Normalize(torch.autograd.Function):
@@ -96,7 +97,7 @@ class Synced:
         Collective: in training, every rank of the default group, in the order of the layers. ``N`` may
         differ between ranks, and may be 0. Blocks.
         """
-        layer = cast(_BatchNorm, self)
+        layer = cast(nn.BatchNorm1d, self)
         if not layer.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return cast(Tensor, self.unsynced.forward(layer, x))
         layer._check_input_dim(x)
@@ -111,7 +112,7 @@ class Synced:
 
 
 @torch.no_grad()
-def _update(layer: _BatchNorm, mean: Tensor, var: Tensor, total: Tensor) -> None:
+def _update(layer: nn.BatchNorm1d, mean: Tensor, var: Tensor, total: Tensor) -> None:
     share = layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
@@ -159,11 +160,9 @@ def synchronize_batch_norms(module: nn.Module) -> int:
     Only the class of each layer changes: the layer, its parameters, buffers and hooks stay the same
     objects, so that optimizers and other references to them keep working.
     """
-    layers = [
-        m for m in module.modules() if isinstance(m, _BatchNorm) and not isinstance(m, Synced)
-    ]
+    layers = [m for m in module.modules() if isinstance(m, BatchNorm) and not isinstance(m, Synced)]
     for layer in layers:
-        layer.__class__ = _synced(type(layer))  # type: ignore[assignment]
+        layer.__class__ = _synced(cast(Any, type(layer)))
     return len(layers)
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_dp.engine.bucket import SlotSpec, plan_buckets
 from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.plan import SlotSpec, plan_buckets
 
 MIB = 2**20
 CAPS_MIB = (25.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5)

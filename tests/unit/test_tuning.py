@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_dp.engine.bucket import SlotSpec
+from lightning_dp.engine.plan import SlotSpec
 from lightning_dp.engine.tuning import CAPS_MIB, MIB, Link, choose, expected_wait_s
 
 GBIT = Link(latency_s=3e-4, s_per_byte=8e-9)

@@ -1,0 +1,44 @@
+"""Which optimizer a parameter belongs to: buckets of two optimizers never mix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+class OptimizerGroups:
+    """A look at the optimizers' parameter groups; owns nothing.
+
+    Args:
+        optimizers: As the Trainer has them.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._seen = self._count()
+
+    def _count(self) -> int:
+        return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
+
+    def have_grown(self) -> bool:
+        """Whether a group was added or removed since the last time this was asked."""
+        before, self._seen = self._seen, self._count()
+        return before != self._seen
+
+    def partition(self, parameter: nn.Parameter) -> int:
+        """The number of the parameter's optimizer; one above the last for a parameter without."""
+        for index, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                if any(parameter is other for other in group["params"]):
+                    return index
+        return len(self._optimizers)
+
+    def index(self, optimizer: Optimizer) -> int | None:
+        """The number of ``optimizer``, also of a wrapped one; ``None`` for a stranger."""
+        plain = getattr(optimizer, "optimizer", optimizer)
+        for index, other in enumerate(self._optimizers):
+            if other is plain or other is optimizer:
+                return index
+        return None
