@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -330,11 +331,10 @@ class LeanDDPStrategy(DDPStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce over ranks; a mean of integers is not rounded. Collective: every rank. Blocks."""
-        plain = super().reduce
+        plain = partial(super().reduce, group=group, reduce_op=reduce_op)
 
         def call() -> Any:
-            ready = self._data_plane.before_reduce(tensor, reduce_op)
-            return plain(ready, group, reduce_op)
+            return self._data_plane.reduce(tensor, reduce_op, plain)
 
         return self._supervisor.while_waiting("reduce", call, tensor)
 

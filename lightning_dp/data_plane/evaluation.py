@@ -150,9 +150,9 @@ class EvaluationData:
         Collective: every rank. Blocks. Nothing is sent where all shares are equal.
         """
         ranks = self._ranks
-        if sync_grads or group is not None or ranks.world_size == 1 or not self._may_be_ragged:
+        if sync_grads or ranks.world_size == 1 or not self._may_be_ragged:
             return tensor
-        result, shapes = gather.pad_to_largest(tensor, ranks.group)
+        result, shapes = gather.pad_to_largest(tensor, gather.members(group, ranks.group))
         if len(set(shapes)) > 1 and not self._said_padding:
             self._said_padding = True
             if ranks.shard.rank == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +13,41 @@ from torch.nn import functional
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.errors import ConfigError
 
+_FLOAT32_INTEGERS = 2**24
 
-def as_mean(tensor: Tensor, reduce_op: Any) -> Tensor:
-    """Return a tensor whose mean over ranks is not rounded: integers become float64.
 
-    Lightning counts samples in integers and takes their mean over ranks; both gloo and NCCL round it.
+def reduce_exactly(tensor: Tensor, reduce_op: Any, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """Reduce ``tensor``, without rounding the mean of integers to an integer.
+
+    Lightning counts samples in integers and divides a float32 sum by their mean over ranks; both gloo and
+    NCCL round that mean. It is taken in float64 here. Where float32 can hold the sum, the result is
+    float32 as the other one: both means are then rounded alike, and a constant stays what it is.
+
+    Args:
+        tensor: Any shape and dtype.
+        reduce_op: Name or operation.
+        reduce: Reduces over ranks.
+
+    Collective: as ``reduce``.
     """
     named = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor
-    if named not in ("mean", "avg", dist.ReduceOp.AVG):
-        return tensor
-    # MPS has no float64.
-    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    if not whole or named not in ("mean", "avg", dist.ReduceOp.AVG):
+        return reduce(tensor)
+    if tensor.device.type == "mps":  # has no float64
+        return reduce(tensor.to(torch.float32))
+    mean = reduce(tensor.to(torch.float64))
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    fits = bool((mean.abs() * ranks <= _FLOAT32_INTEGERS).all())  # the same on every rank
+    return mean.to(torch.float32) if fits else mean
+
+
+def members(group: Any, everyone: ReplicaGroup) -> ReplicaGroup:
+    """Return who takes part in a user's collective over ``group`` (``None`` or the world: all ranks)."""
+    if group is None or group is dist.group.WORLD:
+        return everyone
+    size = dist.get_world_size(group)
+    return ReplicaGroup(group, dist.get_rank(group), size, everyone.device)
 
 
 def pad_to_largest(tensor: Tensor, group: ReplicaGroup) -> tuple[Tensor, list[torch.Size]]:

@@ -187,15 +187,19 @@ class DataPlane:
         with self._evaluation.step():
             yield
 
-    def before_reduce(self, tensor: Any, reduce_op: Any) -> Any:
-        """Return what to reduce in the place of ``tensor``: a mean of integers must not be rounded.
+    def reduce(self, tensor: Any, reduce_op: Any, reduce: Callable[[Any], Any]) -> Any:
+        """Reduce with ``reduce``; a mean of integers is not rounded.
 
         Raises:
             UnevenShardError: Inside a step that not all ranks make.
+
+        Collective: every rank. Blocks.
         """
         if self._evaluation is not None:
             self._evaluation.check_step("A reduction (self.log with sync_dist=True?)")
-        return gather.as_mean(tensor, reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return gather.reduce_exactly(tensor, reduce_op, reduce)
 
     def before_all_gather(self, tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:
         """Return what to gather in the place of ``tensor``: of one shape on all ranks.

@@ -178,7 +178,7 @@ def accumulates(world_size, folder, path, accumulate, size, mid_window="save"):
 
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_the_same_global_batches_with_another_world_and_accumulation(after, tmp_path):
-    """2 ranks x 3 x 2 goes on as 1 x 6 x 2, 2 x 2 x 3 or 3 x 2 x 2: one optimizer step, one set of samples."""
+    """2 ranks x 3 x 2 goes on as 1 x 6 x 2, 2 x 2 x 3 or 3 x 2 x 2: steps see the same samples."""
     straight = accumulates(2, tmp_path, None, 2, 3)
     size, accumulate = {1: (6, 2), 2: (2, 3), 3: (2, 2)}[after]
     for step in range(1, 4):  # after whole windows
