@@ -89,8 +89,8 @@ def _hydra_flags(arguments: list[str]) -> tuple[str, ...]:
         return tuple(argument for argument in arguments if argument.startswith(long))
 
 
-def on_hydra_job_end(act: Callable[[bool], BaseException | None]) -> bool:
-    """Call ``act(failed)`` when the Hydra job that runs here ends; an error that it returns fails the job.
+def on_hydra_job_end(act: Callable[[BaseException | None], BaseException | None]) -> bool:
+    """Call ``act(error)`` when the Hydra job that runs here ends; an error that it returns fails the job.
 
     Hydra keeps a job's callbacks in the frame that runs it and nowhere else. Without one (no Hydra, or
     another version of it) nothing is registered, and the caller has to notice the next job by itself.
@@ -113,8 +113,10 @@ def on_hydra_job_end(act: Callable[[bool], BaseException | None]) -> bool:
         def on_job_end(self, config: Any, job_return: Any, **_: Any) -> None:
             callbacks.remove(self)
             status = type(job_return.status)
-            error = act(job_return.status is status.FAILED)
-            if error is not None and job_return.status is not status.FAILED:
+            failed = job_return.status is status.FAILED
+            # Asking a failed job for its value raises it, after printing advice.
+            error = act(getattr(job_return, "_return_value", None) if failed else None)
+            if error is not None and not failed:
                 job_return.status = status.FAILED
                 job_return.return_value = error
 

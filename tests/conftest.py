@@ -13,7 +13,14 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 _NOT_RUN: list[str] = []
 # Libraries set these once per process, and they are harmless to later tests.
-_ENV_ALLOWED = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"}
+_ENV_ALLOWED = {
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:

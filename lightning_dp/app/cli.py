@@ -35,6 +35,11 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "train": Command("lightning_dp.app.train", "train from the config tree: experiment=digits"),
     "evaluate": Command("lightning_dp.app.evaluate", "score a checkpoint: ckpt_path=FILE"),
+    "doctor": Command("lightning_dp.app.doctor:main", "check this machine and this shell"),
+    "smoke": Command(
+        "lightning_dp.app.smoke:main", "start ranks and see that all of it works: -n 2"
+    ),
+    "conf": Command("lightning_dp.app.conf_tools:main", "list, show, copy or check config files"),
 }
 
 
@@ -77,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_as_module(module, rest)
         return 0
     command: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
-    return command(rest)
+    try:
+        return command(rest)
+    except BrokenPipeError:  # the reader of a pipe has seen enough: lean-ddp conf list | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def run_as_module(module: str, arguments: Sequence[str]) -> None:

@@ -124,4 +124,4 @@ def describe_exit(code: int) -> tuple[str, int]:
         except ValueError:
             name = f"signal {-code}"
         return f"it was ended by {name}", 1
-    return f"it ended with exit code {code} before the run was over", code or 1
+    return f"it ended with exit code {code}", code or 1

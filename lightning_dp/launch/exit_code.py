@@ -28,11 +28,21 @@ def arm() -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         previous(kind, error, traceback)
-        code = getattr(error, "exit_code", None)
-        if isinstance(code, int) and code > 1:
+        code = code_of(error)
+        if code > 1:  # with 1 Python ends by itself
             remember(code)
 
     sys.excepthook = hook
+
+
+def code_of(error: BaseException | None) -> int:
+    """The code that the error of another rank asks for, also if it was wrapped; 0 for any other."""
+    while error is not None:
+        code = getattr(error, "exit_code", None)
+        if isinstance(code, int):
+            return code
+        error = error.__cause__
+    return 0
 
 
 def remember(code: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dp import hydra_seams, run_seams
 from lightning_dp.hydra_seams import HydraJob
+from lightning_dp.launch import exit_code
 from lightning_dp.launch import session as sessions
 from lightning_dp.launch.command import Program, check_repeatable, child_command
 from lightning_dp.launch.environment import PID_VARIABLE, Placement, check_placement
@@ -125,7 +126,8 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
             WORLD_SIZE=str(self._wanted),
         )
         os.environ[PID_VARIABLE] = str(os.getpid())
-        hydra_seams.on_hydra_job_end(lambda failed: sessions.end(failed))
+        is_sweep = job is not None and bool(job.launcher)
+        hydra_seams.on_hydra_job_end(lambda error: _end_job(error, is_sweep=is_sweep))
         for local_rank in range(1, self.num_processes):
             rank = node * self.num_processes + local_rank
             env = {**os.environ, "LOCAL_RANK": str(local_rank), "RANK": str(rank)}
@@ -148,6 +150,14 @@ def placement(environment: ClusterEnvironment, devices: int, num_nodes: int) -> 
         num_nodes=num_nodes,
         pid=os.getpid(),
     )
+
+
+def _end_job(error: BaseException | None, *, is_sweep: bool) -> BaseException | None:
+    """A Hydra job has ended; Hydra turns every error of a job into exit code 1."""
+    code = exit_code.code_of(error)
+    if code > 1 and not is_sweep:
+        exit_code.remember(code)
+    return sessions.end(failed=error is not None)
 
 
 def _job_key(job: HydraJob | None) -> str:

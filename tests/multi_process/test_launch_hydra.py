@@ -56,6 +56,13 @@ def test_a_sweep_with_a_failing_job(tmp_path):
     assert len(pids) == 3, "fresh ranks for each job"
 
 
+def test_a_single_job_ends_with_the_code_of_the_rank_that_died(tmp_path):
+    run = run_program(python(SWEEP, "fail_on=0", "how=exit"), cwd=tmp_path)
+    assert run.code == 5, run.out
+    assert run.left == []
+    assert "exit code 5" in run.out
+
+
 def test_a_sweeper_that_draws_numbers_and_devices_that_change(tmp_path):
     run = run_program(
         python(SWEEP, "-m", "hydra/sweeper=drawn"),

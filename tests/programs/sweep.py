@@ -30,6 +30,7 @@ ConfigStore.instance().store(
         "foo": 0,
         "job": 0,
         "fail_on": -1,
+        "how": "raise",
         "strategy": "lean_ddp",
         "note": "it's ${foo}",
     },
@@ -43,6 +44,8 @@ class Model(BoringModel):
 
     def training_step(self, batch, batch_idx):
         if self.cfg.job == self.cfg.fail_on and self.trainer.global_rank == 1:
+            if self.cfg.how == "exit":
+                os._exit(5)
             raise ValueError(f"job {self.cfg.job} cannot work")
         return super().training_step(batch, batch_idx)
 

@@ -1,0 +1,172 @@
+"""``lean-ddp doctor``, ``smoke`` and ``conf``."""
+
+import json
+from importlib import metadata
+
+import pytest
+import yaml
+
+from lightning_dp.app import conf_tools, doctor, smoke, smoke_run
+from lightning_dp.app.cli import main
+from lightning_dp.app.findings import Finding, exit_code, show
+
+PLAIN: dict[str, str] = {}
+
+
+def levels(findings):
+    return {finding.level for finding in findings}
+
+
+def failures(findings):
+    return [finding for finding in findings if finding.level == "FAIL"]
+
+
+class TestDoctor:
+    def test_this_machine_is_fit(self, capsys):
+        assert main(["doctor"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert all(line[:5].strip() in ("ok", "warn") for line in lines)
+        assert any("strategy lean_ddp is registered" in line for line in lines)
+        assert any("pkg://lightning_dp.conf composes" in line for line in lines)
+
+    def test_json_is_a_list_of_findings(self, capsys):
+        main(["doctor", "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert {"level", "what", "fix"} == set(told[0])
+
+    @pytest.mark.parametrize("package", ["lightning", "pytorch-lightning"])
+    @pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
+    def test_a_malicious_release_fails(self, package, version, monkeypatch):
+        real = metadata.version
+        monkeypatch.setattr(
+            doctor.metadata, "version", lambda name: version if name == package else real(name)
+        )
+        bad = failures(doctor.check_versions())
+        assert any("malicious" in finding.what and package in finding.what for finding in bad)
+        assert any("!=2.6.2" in finding.fix for finding in bad)
+
+    def test_a_version_out_of_range_fails_with_the_command_that_fixes_it(self, monkeypatch):
+        monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.1")
+        bad = failures(doctor.check_versions())
+        assert any("pip install 'torch>=" in finding.fix for finding in bad)
+
+    @pytest.mark.parametrize(
+        ("environment", "says", "fix"),
+        [
+            (
+                {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train"},
+                "SLURM reports 1 task",
+                "--ntasks-per-node=2",
+            ),
+            ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0", "unset LOCAL_RANK"),
+            ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}, "4 ranks", "nproc-per-node=2"),
+        ],
+    )
+    def test_a_shell_in_which_ranks_cannot_start_fails(self, environment, says, fix):
+        (bad,) = doctor.check_launch(environment, 2, 1)
+        assert bad.level == "FAIL"
+        assert says in bad.what
+        assert fix in bad.fix
+
+    @pytest.mark.parametrize(
+        "environment",
+        [
+            PLAIN,
+            {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "interactive"},
+            {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train"},
+            {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "RANK": "1"},
+        ],
+    )
+    def test_a_shell_in_which_they_can_is_ok(self, environment):
+        assert levels(doctor.check_launch(environment, 2, 1)) == {"ok"}
+
+    def test_a_taken_port_is_a_warning(self):
+        import socket
+
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            sock.listen()
+            taken = str(sock.getsockname()[1])
+            assert "warn" in levels(doctor.check_ports({"MASTER_PORT": taken}))
+
+    def test_a_check_that_breaks_is_a_finding_itself(self, monkeypatch):
+        def check_devices():
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(doctor, "check_devices", check_devices)
+        assert any("broken" in f.what for f in failures(doctor.examine({}, 2, 1)))
+
+
+def test_exit_codes_and_usage(capsys):
+    warned = [Finding("ok", "a"), Finding("warn", "b", "c")]
+    assert exit_code(warned) == 0
+    assert exit_code(warned, strict=True) == 1
+    assert exit_code([*warned, Finding("FAIL", "d")]) == 1
+    show(warned, title="t")
+    assert capsys.readouterr().out == "ok    a\nwarn  b  -> fix: c\n"
+    for bad in (["doctor", "--what"], ["conf"], ["smoke", "-n", "0"]):
+        with pytest.raises(SystemExit) as caught:
+            main(bad)
+        assert caught.value.code == 2
+
+
+class TestConf:
+    def test_list_and_show(self, capsys):
+        assert main(["conf", "list"]) == 0
+        assert "strategy/lean_ddp " in capsys.readouterr().out
+        assert main(["conf", "show", "strategy/lean_ddp"]) == 0
+        node = yaml.safe_load(capsys.readouterr().out)
+        assert node["_target_"] == "lightning_dp.LeanDDPStrategy"
+        assert main(["conf", "show", "strategy/lean_dpp"]) == 2
+        assert "Did you mean strategy/lean_ddp?" in capsys.readouterr().err
+
+    def test_copy_keeps_what_a_user_changed(self, tmp_path, capsys):
+        assert main(["conf", "copy", str(tmp_path)]) == 0
+        mine = tmp_path / "trainer" / "cpu.yaml"
+        mine.write_text("# mine\n")
+        assert main(["conf", "copy", str(tmp_path)]) == 1
+        assert mine.read_text() == "# mine\n"
+        assert main(["conf", "copy", str(tmp_path), "--force"]) == 0
+        assert mine.read_text() != "# mine\n"
+        capsys.readouterr()
+        assert main(["conf", "check", "--config-dir", str(tmp_path)]) == 0
+        assert capsys.readouterr().out == "ok    eval\nok    train\n"
+
+    def test_check_finds_a_misspelt_argument(self, tmp_path, capsys):
+        (tmp_path / "train.yaml").write_text(
+            "defaults: [/strategy@strategy: lean_ddp, _self_]\nstrategy: {bucket_cap_md: 3}\n"
+        )
+        assert main(["conf", "check", "--config-dir", str(tmp_path)]) == 1
+        assert "bucket_cap_mb" in capsys.readouterr().out
+
+    def test_our_own_files_pass(self):
+        assert levels(conf_tools.check_files()) == {"ok"}
+
+    def test_a_folder_that_is_none(self, tmp_path):
+        assert failures(conf_tools.check_files(tmp_path / "nothing"))
+
+
+@pytest.mark.multi_process
+class TestSmoke:
+    def test_two_ranks(self, tmp_path):
+        findings = smoke.smoke(tmp_path, 2, "gloo", 120)
+        assert levels(findings) == {"ok"}, findings
+        assert [f.what.split(":")[0] for f in findings] == [*smoke_run.STEPS, "end"]
+
+    @pytest.mark.parametrize(
+        ("fault", "where", "why"),
+        [
+            ("1:accumulation:wrong", "accumulation: rank 1 got", "SmokeError"),
+            ("0:preemption:exit", "preemption: rank 0 has not done it", "exit code 9"),
+        ],
+    )
+    def test_a_rank_that_misbehaves_is_found(self, fault, where, why, tmp_path, monkeypatch):
+        monkeypatch.setenv(smoke_run.FAULT_VARIABLE, fault)
+        findings = smoke.smoke(tmp_path, 2, "gloo", 120)
+        assert where in failures(findings)[0].what
+        assert why in findings[-1].what
+
+    def test_one_that_hangs_is_ended(self, tmp_path, monkeypatch):
+        monkeypatch.setenv(smoke_run.FAULT_VARIABLE, "1:all-reduce:hang")
+        findings = smoke.smoke(tmp_path, 2, "gloo", 15)
+        assert "not over after 15 s" in findings[-1].what
