@@ -55,7 +55,7 @@ class _Normalize(torch.autograd.Function):
         return normal, mean, var, total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None]:
         """Gradient of all ranks' losses with respect to this rank's input.
 
