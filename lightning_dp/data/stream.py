@@ -36,6 +36,7 @@ class StreamBatches(ShardedBatchSampler):
     ) -> None:
         super().__init__(parts, shard)
         self.start = start or Cursor()
+        self.begins_at: int | None = None
         self.sampler.set_epoch(self.start.epoch)
         self._progress = progress
         self._training = training
@@ -45,7 +46,8 @@ class StreamBatches(ShardedBatchSampler):
     def cursor_after(self, epoch: int, batches: int) -> Cursor:
         """Return the cursor when ``batches`` batches of ``epoch`` are trained, resumed ones included."""
         start = self.start if epoch == self.start.epoch else Cursor(epoch)
-        since = batches - self.first_batch if epoch == self.start.epoch else batches
+        first = self.first_batch if self.begins_at is None else self.begins_at
+        since = batches - first if epoch == self.start.epoch else batches
         return Cursor(epoch, 0, start.consumed + max(0, since) * self._round)
 
     @property

@@ -23,6 +23,10 @@ class TrainBatches(ShardedBatchSampler):
             nothing was trained since this loader was made. Tells a new pass from one asked for twice.
         agree: See :class:`ShardedBatchSampler`.
 
+    Attributes:
+        begins_at: The number, within its epoch, of the first batch after ``start``; ``None`` for what
+            this loader by itself would say, which is another one where it is cycled beside a longer one.
+
     Collective: creation and each ``iter()`` may compare orders across ranks (``agree``).
     """
 
@@ -36,6 +40,7 @@ class TrainBatches(ShardedBatchSampler):
     ) -> None:
         super().__init__(parts, shard, agree)
         self.start = start or Cursor()
+        self.begins_at: int | None = None
         self._progress = progress
         self.sampler.set_epoch(self.start.epoch)
         self._open(self.start)
@@ -72,15 +77,20 @@ class TrainBatches(ShardedBatchSampler):
 
     def cursor_after(self, epoch: int, batches: int) -> Cursor:
         """Return the cursor when ``batches`` batches of ``epoch`` are trained, resumed ones included."""
-        start = self.start if epoch == self.start.epoch else Cursor(epoch)
+        start, first_batch = self._begin_of(epoch)
         plan = self._plan(min(start.consumed, self.total))
-        since = batches - plan.first_batch
+        since = batches - first_batch
         if since < max(1, plan.batches):
             return Cursor(epoch, start.pass_index, plan.consumed_after(max(0, since)))
         whole = self._plan(0)
-        later = since - plan.batches
-        passes, rest = divmod(later, max(1, whole.whole_batches))
+        passes, rest = divmod(since - plan.batches, max(1, whole.whole_batches))
         return Cursor(epoch, start.pass_index + 1 + passes, whole.consumed_after(rest))
+
+    def _begin_of(self, epoch: int) -> tuple[Cursor, int]:
+        """Where an epoch begins for us, and the number of its first batch there."""
+        if epoch != self.start.epoch:
+            return Cursor(epoch), 0
+        return self.start, self.first_batch if self.begins_at is None else self.begins_at
 
     def hash_of(self, cursor: Cursor) -> int:
         """Return the hash of the order of ``cursor``'s pass; 0 if that pass was not drawn."""
@@ -103,11 +113,10 @@ class TrainBatches(ShardedBatchSampler):
         return self._batches(self._share, self.num_units)
 
     def _next_pass(self) -> Cursor:
-        epoch = self.sampler.epoch
-        started = self._progress()
-        first = self.start if epoch == self.start.epoch else Cursor(epoch)
-        if not started or started <= self._plan(min(first.consumed, self.total)).first_batch:
-            return first
+        epoch, started = self.sampler.epoch, self._progress()
+        begin, first_batch = self._begin_of(epoch)
+        if started is None or started <= first_batch:
+            return begin
         return self.cursor_after(epoch, started)
 
     def _batches(self, share: Share, count: int) -> Iterator[list[Any]]:

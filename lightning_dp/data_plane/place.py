@@ -22,7 +22,10 @@ def place(training: TrainingData) -> None:
         loader_seams.set_reload_epoch(trainer, resume.state.reload_epoch)
     first = 0 if training.restarts else _first_batch(training, resume)
     first = min(first, int(length)) if length != float("inf") else first
-    loader_seams.place_fit_loop(trainer, resume.epoch, first, length)
+    if loader_seams.place_fit_loop(trainer, resume.epoch, first, length):
+        for entry in training.entries:
+            if entry.batches is not None and not entry.keeps_place:
+                entry.batches.begins_at = first
     if training.ranks.shard.rank == 0:
         _tell(training, resume, first)
 
