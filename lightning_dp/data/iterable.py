@@ -6,10 +6,10 @@ Nothing here communicates by itself: what ranks agree on comes through :class:`A
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
 from lightning_dp.data.batch_hash import NOTHING
 from lightning_dp.data.draw import sized
@@ -93,6 +93,27 @@ def shard_iterable(
         length = batches * size  # a DataLoader divides by its batch size
     dataset = ShardedIterable(loader.dataset, rank, world_size, equal=equal, length=length)
     return copy_loader(loader, dataset=dataset)
+
+
+class EpochSampler(Sampler[Any]):
+    """Stands where Lightning looks for a ``set_epoch``, and tells the user's dataset.
+
+    Args:
+        inner: The loader's own sampler.
+        targets: The user's objects with a ``set_epoch``.
+    """
+
+    def __init__(self, inner: Any, targets: Iterable[Any]) -> None:
+        self._inner = inner
+        self._targets = list(targets)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass it on."""
+        for target in self._targets:
+            target.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._inner)
 
 
 def is_stateful(loader: Any) -> bool:
@@ -233,7 +254,6 @@ def align(
     if isinstance(loader, DataLoader):
         kind = type(loader)
         mixin = _AlignedStateful if is_stateful(loader) else _Aligned
-        copy = copy_loader(loader, _walk=walk, _length=length)
-        copy.__class__ = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
-        return copy
+        mixed = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+        return copy_loader(loader, mixed, _walk=walk, _length=length)
     return (_StatefulStand if is_stateful(loader) else _Stand)(loader, walk, length)

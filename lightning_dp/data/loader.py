@@ -187,12 +187,19 @@ def is_sharded_by_user(loader: DataLoader[Any]) -> bool:
     return isinstance(loader.sampler, DistributedSampler) or isinstance(inner, DistributedSampler)
 
 
-def copy_loader(loader: DataLoader[Any], **entries: Any) -> DataLoader[Any]:
+def copy_loader(
+    loader: DataLoader[Any], kind: type[Any] | None = None, **entries: Any
+) -> DataLoader[Any]:
     """Return a shallow copy of ``loader`` with some attributes replaced, without calling a constructor.
 
     DataLoader refuses assignment to most of its attributes after construction, hence ``__dict__``.
+
+    Args:
+        loader: The user's.
+        kind: The class of the copy, a subclass of the loader's; ``None`` keeps the class.
+        entries: Attributes to replace.
     """
-    copy: DataLoader[Any] = object.__new__(type(loader))
+    copy: DataLoader[Any] = object.__new__(kind or type(loader))
     copy.__dict__.update(loader.__dict__)
     # The original keeps its persistent workers; sharing them would mix two orders.
     copy.__dict__["_iterator"] = None

@@ -8,8 +8,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_dp.data.draw import sized
-from lightning_dp.data.iterable import align, shard_iterable
-from lightning_dp.data.loader import copy_loader
+from lightning_dp.data.iterable import EpochSampler, align, shard_iterable
+from lightning_dp.data.loader import LoaderParts, copy_loader
 from lightning_dp.data_plane.common import Ranks, divide_batch
 from lightning_dp.data_plane.exchange import GroupAlignment
 from lightning_dp.errors import UnevenShardError
@@ -38,6 +38,8 @@ def prepare_stream(
     Collective: every rank, for each loader in turn. Blocks.
     """
     options = ranks.options
+    if is_stream(loader) and (targets := LoaderParts.of(loader).epoch_targets):
+        loader = copy_loader(loader, sampler=EpochSampler(loader.sampler, targets))
     if is_stream(loader) and not ranks.hands_off:
         if options.batch_size == "global" and loader.batch_size is not None:
             loader = _with_batch_size(loader, divide_batch(loader.batch_size, ranks.world_size))

@@ -88,7 +88,7 @@ class TrainingData:
             ready = prepare_stream(loader, self.ranks, self.progress.trained, keep, training=True)
             entry = Entry(ready, is_stateful(loader))
             if entry.stateful and resume is not None:
-                self._give_state_back(entry, resume)
+                self._give_state_back(entry, resume, type(loader).__name__)
         self.entries.append(entry)
         return entry.loader
 
@@ -168,7 +168,7 @@ class TrainingData:
         parts.loader.load_state_dict(state)  # type: ignore[attr-defined]
         return True
 
-    def _give_state_back(self, entry: Entry, resume: Resume) -> None:
+    def _give_state_back(self, entry: Entry, resume: Resume, name: str) -> None:
         number, shard = len(self.entries), self.ranks.shard
         if resume.is_epoch_start or not resume.has_states:
             return
@@ -182,7 +182,7 @@ class TrainingData:
         self.restarts = True
         assert resume.state is not None
         self.ranks.warn_or_raise(
-            f"{type(entry.loader).__name__} keeps a position for each rank, and the checkpoint has those"
+            f"{name} keeps a position for each rank, and the checkpoint has those"
             f" of {resume.state.world_size} rank(s), not {shard.world_size}: epoch {resume.epoch} begins"
             " anew. A method merge_state_dicts(states, rank, world_size) of the loader would let it go"
             " on.",

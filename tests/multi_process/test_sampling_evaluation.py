@@ -125,7 +125,8 @@ def _digits(rank, world_size, port, kind, size):
 @pytest.mark.parametrize("size", [32, 1])
 def test_accuracy_on_digits_is_the_same_to_the_last_bit(size):
     (n, want), *_ = ranks(_digits, 1, "lean", size)
-    assert n % 2 and n % 3
+    assert n % 2
+    assert n % 3
     for world_size in (2, 3):
         for _, values in ranks(_digits, world_size, "lean", size):
             assert values == want, world_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -15,7 +14,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    RandomSampler,
     Sampler,
     WeightedRandomSampler,
 )
@@ -54,6 +52,10 @@ def said():
     logger.addHandler(Handler())
     logger.setLevel(logging.INFO)
     return messages
+
+
+def joined(lists):
+    return [item for each in lists for item in each or ()]
 
 
 # Parity with ddp
@@ -221,8 +223,8 @@ def test_every_kind_of_loader(hook):
             for epoch in (0, 1):
                 assert counts_of(seen(name), epoch) == dict.fromkeys(range(16), 1), name
         if name != "tokens":  # an odd number of batches is filled up
-            whole = {e: sum(s, []) for e, s in epochs_of([alone[name][0]]).items()}
-            assert {e: sorted(sum(s, [])) for e, s in steps.items()} == {
+            whole = {e: joined(s) for e, s in epochs_of([alone[name][0]]).items()}
+            assert {e: sorted(joined(s)) for e, s in steps.items()} == {
                 e: sorted(w) for e, w in whole.items()
             }, f"{name}: other samples than on one device"
     first = [each[0][2] for each in seen("in order")]
@@ -236,7 +238,7 @@ def test_every_kind_of_loader(hook):
     lengths = [3, 5, 2, 7] * 4
     tokens = [ids for each in seen("tokens") for e, _, ids, _ in each if e == 0]
     assert all(sum(lengths[i] for i in ids) <= 9 for ids in tokens)
-    assert set(sum(tokens, [])) == set(range(16))
+    assert set(joined(tokens)) == set(range(16))
     assert {tuple(ids) for _, _, ids, _ in seen("pairs")[0] + seen("pairs")[1]} == {
         (a, a + 2) for a in (0, 1, 4, 5, 8, 9, 12, 13)
     }
@@ -344,7 +346,7 @@ def _left_alone(rank, world_size, port):
         t = fit(rank, world_size, port, module, loader=data, **kwargs)
         assert t.train_dataloader is data
         out.append([ids for *_, ids, _ in module.seen])
-        (metrics,) = t.validate(module, data, verbose=False)
+        t.validate(module, data, verbose=False)
         predicted = t.predict(module, data)
         out.append([batch.tolist() for batch in predicted])
     return out
@@ -443,11 +445,11 @@ def test_combined_loaders_and_their_resume(mode, tmp_path):
                 if e == epoch:
                     for name, own in ids.items():
                         parts[name].append(own)
-        a = [sum(filter(None, (parts["a"][k], parts["a"][k + steps])), []) for k in range(steps)]
+        a = [joined((parts["a"][k], parts["a"][k + steps])) for k in range(steps)]
         assert sorted(a[0] + a[1]) == list(range(4)), "a pass of the short loader"
         if mode == "max_size_cycle":
             assert sorted(a[2] + a[3]) == list(range(4))
-            assert sorted(sum(filter(None, parts["b"]), [])) == list(range(24))
+            assert sorted(joined(parts["b"])) == list(range(24))
             assert [sorted(x) for x in a[:2]] != [sorted(x) for x in a[2:4]] or [
                 sorted(x) for x in a[:2]
             ] != [sorted(x) for x in a[4:6]], "each pass has an order of its own"
