@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from tests.support import hosts
+
 _NOT_RUN: list[str] = []
 # Libraries set these once per process, and they are harmless to later tests.
 _ENV_ALLOWED = {
@@ -33,9 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         need = 1 if item.get_closest_marker("gpu") else 0
         if mark := item.get_closest_marker("multi_gpu"):
             need = int(mark.args[0])
+        if item.get_closest_marker("hosts") and (reason := hosts.missing()):
+            _NOT_RUN.append(f"{item.nodeid} ({reason})")
+            item.add_marker(pytest.mark.skip(reason=f"not run: {reason}"))
         if need > found:
-            _NOT_RUN.append(f"{item.nodeid} (needs {need} GPU(s), found {found})")
-            item.add_marker(pytest.mark.skip(reason=f"not run: needs {need} GPU(s), found {found}"))
+            reason = f"needs {need} GPU(s), found {found}"
+            _NOT_RUN.append(f"{item.nodeid} ({reason})")
+            item.add_marker(pytest.mark.skip(reason=f"not run: {reason}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

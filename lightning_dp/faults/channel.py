@@ -7,6 +7,7 @@ is a round trip of well under a millisecond to the process that hosts the store.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -61,6 +62,31 @@ class FailureChannel:
             self._store.check([f"seen/{rank}"]) or self._store.check([f"left/{rank}"])
             for rank in others
         )
+
+    # Who is there
+
+    def ask(self) -> str:
+        """Ask all ranks whether they are there; return the question's name. Collective: none."""
+        question = secrets.token_hex(4)
+        self._store.set("question", question)
+        return question
+
+    def answer(self, answered: str) -> str:
+        """Answer the open question, unless it is ``answered``; return its name. Collective: none."""
+        question = self.read("question") or ""
+        if question != answered:
+            self._store.set(f"answer/{question}/{self.rank}", "1")
+        return question
+
+    def unanswered(self, question: str) -> list[int]:
+        """Other ranks that have neither answered nor left. Collective: none."""
+        return [
+            rank
+            for rank in range(self.world_size)
+            if rank != self.rank
+            and not self._store.check([f"answer/{question}/{rank}"])
+            and not self._store.check([f"left/{rank}"])
+        ]
 
     # Plain values
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch.distributed as dist
@@ -15,16 +13,12 @@ from lightning_dp.faults.channel import FailureChannel
 from lightning_dp.faults.interrupt import Interrupter
 from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.peers import Peers
-from lightning_dp.faults.record import FailureRecord, add_note, is_consequence
+from lightning_dp.faults.record import FailureRecord
+from lightning_dp.faults.settle import explain, find_first, linger
 from lightning_dp.faults.sockets import GroupSockets
 from lightning_dp.faults.store import Store
 from lightning_dp.faults.waits import Waits
 from lightning_dp.faults.watch import Watch
-
-log = logging.getLogger(__name__)
-
-_LINGER_S = 1.5
-_CAUSE_KNOWN_AFTER_S = 2.5  # a process that died without a word is noticed well within this
 
 
 def _never(error: BaseException) -> bool:
@@ -203,54 +197,11 @@ class Guard:
             watch.unwinding = True
         replacement = None
         if channel is not None and watch is not None:
-            try:
-                replacement = self._settle(channel, watch, error)
-            except dist.DistError:  # the store has gone
-                first = self._wait_for(lambda: watch.first)
-                self.first = first
-                if first is not None and is_consequence(error):
-                    replacement = first.to_error(channel.rank, channel.world_size)
+            self.first = find_first(channel, watch, error, self.where(), self.error_grace_s)
+            replacement = explain(self.first, channel, error)
         if channel is not None and self._hosts_store:
-            self._linger(channel)
+            linger(channel)
         for tell in self.on_failure:
             tell(replacement if replacement is not None else error)
         self.sockets.close_all()  # ranks blocked in a collective with this one get an error now
         return replacement
-
-    def _linger(self, channel: FailureChannel) -> None:
-        """This process hosts the store: stay until the others have read what happened."""
-        deadline = time.monotonic() + _LINGER_S
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            while not channel.all_acknowledged() and time.monotonic() < deadline:
-                time.sleep(0.02)
-
-    def _settle(
-        self, channel: FailureChannel, watch: Watch, error: BaseException
-    ) -> RankFailedError | None:
-        own = FailureRecord.from_exception(channel.rank, error, self.where())
-        consequence = is_consequence(error)
-        first = None
-        if consequence:
-            watch.hurry()
-            first = self._wait_for(lambda: watch.first or channel.first())
-        if first is None:
-            first = channel.publish(own)
-        elif first.rank != channel.rank:
-            channel.write(f"error/{channel.rank}", own.to_json())
-        self.first = first
-        if first.rank == channel.rank:
-            return None
-        channel.acknowledge()
-        if isinstance(error, RankFailedError) and error.rank == first.rank:
-            return None
-        if consequence:
-            return first.to_error(channel.rank, channel.world_size)
-        add_note(error, f"lean_ddp: {first.headline()}")
-        return None
-
-    def _wait_for(self, look: Callable[[], FailureRecord | None]) -> FailureRecord | None:
-        """What ``look`` finds within the grace period."""
-        deadline = time.monotonic() + max(self.error_grace_s, _CAUSE_KNOWN_AFTER_S)
-        while (found := look()) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return found

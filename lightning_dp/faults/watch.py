@@ -82,6 +82,7 @@ class Watch:
         self._where = where
         self._told_at = 0.0
         self._cut = False
+        self._answered = ""
         self._beats = 0
         self._next_beat = 0.0
         self._suspect: dict[int, tuple[int, int]] | None = None
@@ -123,6 +124,7 @@ class Watch:
         """One round."""
         if self._parent_pid is not None and parent_has_gone(self._parent_pid):
             self._exit("the process that started this rank has gone", 1)
+        self._answered = self.channel.answer(self._answered)
         if self.first is None:
             self.first = self.channel.first() or self._peers.find_dead(self.channel)
         if self.first is not None:

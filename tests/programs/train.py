@@ -67,6 +67,7 @@ def main():
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(OPTIONS.get("devices", 2)),
+        num_nodes=int(OPTIONS.get("nodes", 1)),
         strategy=OPTIONS.get("strategy", "lean_ddp"),
         max_steps=int(OPTIONS.get("steps", 12)),
         max_epochs=-1,
@@ -85,6 +86,7 @@ def main():
             f"FINALLY rank {trainer.global_rank} from {model.began} at {trainer.global_step}",
             flush=True,
         )
+    print(f"WEIGHTS {[round(float(p.detach().sum()), 6) for p in model.parameters()]}", flush=True)
     if OPTIONS.get("again"):
         trainer.test(model, verbose=False)
         second = L.Trainer(

@@ -1,0 +1,88 @@
+"""A rank leaves with an error: was it the first, and if not, what was?"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from lightning_dp.errors import RankFailedError
+from lightning_dp.faults.channel import FailureChannel
+from lightning_dp.faults.record import FailureRecord, add_note, is_consequence
+from lightning_dp.faults.watch import Watch
+
+_LINGER_S = 1.5
+_CAUSE_KNOWN_AFTER_S = 2.5  # a process that died without a word is noticed well within this
+
+
+def find_first(
+    channel: FailureChannel, watch: Watch, error: BaseException, where: str, grace_s: float
+) -> FailureRecord | None:
+    """The failure that was first, after this rank has told its own.
+
+    A lost connection has a cause on another rank, which is given ``grace_s`` to be told. If nobody tells
+    one, the rank that does not answer any more is to blame: the other ranks' watching threads answer.
+
+    Args:
+        channel: For the thread that trains.
+        watch: This rank's.
+        error: With which this rank leaves.
+        where: What it was doing.
+        grace_s: Seconds to wait for a cause.
+
+    Returns:
+        None where the store has gone and nobody knows why.
+
+    Collective: none. Blocks for ``grace_s`` at most.
+    """
+
+    def wait_for(look: Callable[[], FailureRecord | None]) -> FailureRecord | None:
+        deadline = time.monotonic() + max(grace_s, _CAUSE_KNOWN_AFTER_S)
+        while (found := look()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found
+
+    try:
+        own = FailureRecord.from_exception(channel.rank, error, where)
+        first = None
+        if is_consequence(error):
+            watch.hurry()
+            question = channel.ask()
+            first = wait_for(lambda: watch.first or channel.first())
+            silent = channel.unanswered(question) if first is None else []
+            if silent:
+                lost = f"rank {channel.rank} lost its connection: {own.message[:200]}"
+                own = FailureRecord(silent[0], "it does not answer", lost, host="?", pid=-1)
+        if first is None:
+            first = channel.publish(own)
+        else:
+            channel.write(f"error/{channel.rank}", own.to_json())
+        if first.rank != channel.rank:
+            channel.acknowledge()
+        return first
+    except dist.DistError:  # the store has gone, and the watching thread says with whom
+        return wait_for(lambda: watch.first)
+
+
+def explain(
+    first: FailureRecord | None, channel: FailureChannel, error: BaseException
+) -> RankFailedError | None:
+    """The error to raise in place of ``error``, if that is only a consequence; else a note on it."""
+    if first is None or first.rank == channel.rank:
+        return None
+    if isinstance(error, RankFailedError) and error.rank == first.rank:
+        return None
+    if is_consequence(error):
+        return first.to_error(channel.rank, channel.world_size)
+    add_note(error, f"lean_ddp: {first.headline()}")
+    return None
+
+
+def linger(channel: FailureChannel) -> None:
+    """The process that hosts the store stays until the others have read what happened."""
+    deadline = time.monotonic() + _LINGER_S
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        while not channel.all_acknowledged() and time.monotonic() < deadline:
+            time.sleep(0.02)

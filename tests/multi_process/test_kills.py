@@ -1,0 +1,47 @@
+"""A short kill test; ``python -m benchmarks.kill_test`` is the long one, with whole programs in it."""
+
+import random
+
+import pytest
+
+from benchmarks import kill_test
+from benchmarks.kill_training import MOMENTS, Spec
+
+pytestmark = pytest.mark.multi_process
+
+TRIALS = [
+    ("start", "exit", 1, 2),
+    ("forward", "SIGTERM", 1, 2),
+    ("backward", "exception", 0, 2),
+    ("collective", "SIGKILL", 2, 3),
+    ("save", "exception", 1, 2),
+    ("write", "SIGKILL", 0, 2),
+    ("validation", "SIGTERM", 0, 3),
+]
+
+
+@pytest.mark.parametrize(("moment", "way", "victim", "world_size"), TRIALS)
+def test_a_killed_run_ends_is_explained_and_resumes(moment, way, victim, world_size, tmp_path):
+    spec = Spec(str(tmp_path), world_size, 0, victim, moment, way, step=5, seed=3)
+    outcome = kill_test.trial(spec, program=False)
+    assert outcome.problems == []
+    assert outcome.seconds < kill_test.LIMIT_S
+
+
+def test_the_trials_meet_every_moment():
+    assert {trial[0] for trial in TRIALS} == set(MOMENTS)
+    rng = random.Random(0)
+    drawn = [kill_test.draw(rng, "x", index) for index in range(200)]
+    assert {spec.moment for spec in drawn} == set(MOMENTS)
+
+
+def test_the_count_of_samples_sees_one_missing_and_one_twice(tmp_path):
+    spec = Spec(str(tmp_path), 1, 1, -1, "", "", 0, 0)
+    everything = [
+        (epoch, 1, sample)
+        for epoch in range(kill_test.kill_training.EPOCHS)
+        for sample in range(kill_test.SAMPLES)
+    ]
+    assert kill_test._count(spec, everything) == []
+    assert "never" in kill_test._count(spec, everything[1:])[0]
+    assert "more than once" in kill_test._count(spec, [*everything, everything[0]])[0]
