@@ -53,7 +53,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """A test leaves the environment, the process group, the threads and Lightning's rank as it found them."""
+    """A test leaves environment, process group, threads and Lightning's rank as it found them."""
     env = dict(os.environ)
     threads = set(threading.enumerate())
     rank = getattr(rank_zero_only, "rank", None)

@@ -32,7 +32,9 @@ class Wide(Base):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.backbone = torch.nn.Sequential(*[torch.nn.Linear(6, 24), torch.nn.Linear(24, 8)]).double()
+        self.backbone = torch.nn.Sequential(
+            *[torch.nn.Linear(6, 24), torch.nn.Linear(24, 8)]
+        ).double()
         for _ in range(3):
             self.backbone.insert(1, torch.nn.Linear(24, 24).double())
 
@@ -42,7 +44,9 @@ def power():
 
 
 def strategy(state):
-    return lean(ddp_comm_hook=powerSGD_hook.powerSGD_hook, ddp_comm_state=state, bucket_cap_mb=0.006)
+    return lean(
+        ddp_comm_hook=powerSGD_hook.powerSGD_hook, ddp_comm_state=state, bucket_cap_mb=0.006
+    )
 
 
 def _weights(module):
@@ -64,7 +68,15 @@ class Saves(Callback):
 
 def _saving(rank, world_size, port, path):
     module = Wide()
-    fit(module, rank, world_size, port, strategy(power()), callbacks=lambda: [Saves(path)], max_epochs=3)
+    fit(
+        module,
+        rank,
+        world_size,
+        port,
+        strategy(power()),
+        callbacks=lambda: [Saves(path)],
+        max_epochs=3,
+    )
     return _weights(module)
 
 
@@ -95,14 +107,20 @@ def test_power_sgd_resumes_from_a_checkpoint_with_the_same_bits(tmp_path):
     for weights, told in ranks(_resumed, 2, path, False):
         assert weights == whole[0]
         assert not told
-    assert ranks(_resumed, 2, path, True)[0][0] != whole[0], "control: without the state it is another run"
+    assert ranks(_resumed, 2, path, True)[0][0] != whole[0], (
+        "control: without the state it is another run"
+    )
 
 
 def test_power_sgd_resumes_on_another_number_of_ranks_and_says_what_it_lost(tmp_path):
     path = str(tmp_path / "last.ckpt")
     ranks(_saving, 2, path)
     found = ranks(_resumed, 3, path, False)
-    assert ["error_dict of 2 rank(s)" in " ".join(told) for _, told in found] == [True, False, False]
+    assert ["error_dict of 2 rank(s)" in " ".join(told) for _, told in found] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def _local_sgd(rank, world_size, port, apart):
@@ -121,7 +139,11 @@ def _local_sgd(rank, world_size, port, apart):
 
     fit(
         Base(), rank, world_size, port,
-        lean(ddp_comm_hook=post_localSGD_hook.post_localSGD_hook, ddp_comm_state=state, model_averaging_period=3),
+        lean(
+            ddp_comm_hook=post_localSGD_hook.post_localSGD_hook,
+            ddp_comm_state=state,
+            model_averaging_period=3,
+        ),
         callbacks=lambda: [Watch()], max_epochs=3,
     )  # fmt: skip
     return seen
@@ -150,8 +172,14 @@ def test_post_local_sgd_on_one_machine_averages_in_every_step():
 def test_other_hooks_through_the_trainer(hook, wrapper):
     def run(rank, world_size, port):
         module = Base()
-        options = {"ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper, "check_replicas_every_n_steps": 1}
-        fit(module, rank, world_size, port, lean(**options), accumulate_grad_batches=2, max_epochs=2)
+        options = {
+            "ddp_comm_hook": hook,
+            "ddp_comm_wrapper": wrapper,
+            "check_replicas_every_n_steps": 1,
+        }
+        fit(
+            module, rank, world_size, port, lean(**options), accumulate_grad_batches=2, max_epochs=2
+        )
         return _weights(module)
 
     first, second = ranks(run, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -107,10 +108,8 @@ class Program:
     def kill(self) -> None:
         """End everything that carries this program's mark."""
         for pid in {self.process.pid, *processes_of(self.token)}:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait()
 
 

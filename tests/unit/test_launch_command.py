@@ -162,7 +162,7 @@ def test_any_text_survives_hydras_grammar(text):
 
 
 def test_quoting_is_needed():
-    with pytest.raises(Exception, match="mismatched|no viable|extraneous|token"):
+    with pytest.raises(Exception, match=r"mismatched|no viable|extraneous|token"):
         OverridesParser.create().parse_override("key=a'b \"c")
 
 
@@ -172,7 +172,8 @@ def test_the_interpreters_options_reach_a_real_new_interpreter(tmp_path):
         "import json, sys\n"
         "from lightning_dp.launch.command import Program, child_command\n"
         "flags = [sys.flags.optimize, sys.flags.dev_mode, sys.argv[1:]]\n"
-        "print(json.dumps({'flags': flags, 'command': child_command(Program.of_this_process(), None, 1)}))\n"
+        "command = child_command(Program.of_this_process(), None, 1)\n"
+        "print(json.dumps({'flags': flags, 'command': command}))\n"
     )
     command = [sys.executable, "-O", "-X", "dev", "-W", "ignore", "print_flags.py", "a b"]
     first = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True).stdout
