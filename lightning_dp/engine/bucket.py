@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_dp.engine.window import CONTROL_SIZE
 
 ALIGN_BYTES = 16
+RELEASE_BYTES = 32 * 1024  # least mean size of a gradient for which memory goes back between steps
 # Above this, a copy while the gradient is in the cache pays for its call (measured on a CPU).
 EAGER_BYTES = 32 * 1024
 
@@ -124,6 +125,14 @@ class Bucket:
         self.grad_numel = offset
         self.carries_control = dtype in (torch.float32, torch.float64)
         self.numel = offset + len(self.slots) + (CONTROL_SIZE if self.carries_control else 0)
+        self.strides = [_strides(slot.param) for slot in self.slots]
+        ends = zip(self.offsets, self.slots, [*self.offsets[1:], self.grad_numel], strict=True)
+        self.gaps = [
+            (begin + slot.numel, end) for begin, slot, end in ends if begin + slot.numel < end
+        ]
+        self.gaps.append((self.grad_numel, self.numel))
+        # New memory means new views, which cost a call each: worth it where they cover much.
+        self.worth_releasing = self.nbytes >= RELEASE_BYTES * len(self.slots)
         self.same_dtype = [_real_dtype(slot.param.dtype) == dtype for slot in self.slots]
         for slot, same in zip(self.slots, self.same_dtype, strict=True):
             large = slot.numel * dtype.itemsize >= EAGER_BYTES
@@ -140,15 +149,20 @@ class Bucket:
         return [slot.name for slot in self.slots]
 
     def allocate(self) -> Tensor:
-        """Return the storage, made (zeroed) when there is none."""
+        """Return the storage, made when there is none; what ``fill`` does not write is zero."""
         if self.flat is None:
-            self.flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
-            for slot, offset, same in zip(self.slots, self.offsets, self.same_dtype, strict=True):
-                slot.view, slot.grad_view = _views(self.flat, slot, offset, same)
+            flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            for begin, end in self.gaps:
+                flat[begin:end].zero_()
+            for slot, offset, strides, same in zip(
+                self.slots, self.offsets, self.strides, self.same_dtype, strict=True
+            ):
+                slot.view, slot.grad_view = _views(flat, slot, offset, strides, same)
             flags_end = self.grad_numel + len(self.slots)
-            self.grads = self.flat[: self.grad_numel]
-            self.flags = self.flat[self.grad_numel : flags_end]
-            self.control = self.flat[flags_end:]
+            self.grads = flat[: self.grad_numel]
+            self.flags = flat[self.grad_numel : flags_end]
+            self.control = flat[flags_end:]
+            self.flat = flat
         return self.flat
 
     def release(self) -> bool:
@@ -171,15 +185,15 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _views(flat: Tensor, slot: Slot, offset: int, same: bool) -> tuple[Tensor, Tensor | None]:
+def _views(
+    flat: Tensor, slot: Slot, offset: int, strides: tuple[int, ...], same: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return the slot's view into the bucket and the view that ``param.grad`` becomes."""
-    param = slot.param
     same = same and not slot.gone
-    if param.is_complex():
-        real = flat[offset : offset + slot.numel].view(*param.shape, 2)
+    if slot.param.is_complex():
+        real = flat[offset : offset + slot.numel].view(*slot.param.shape, 2)
         return real, torch.view_as_complex(real) if same else None
-    view = flat[offset : offset + slot.numel]
-    view = view.as_strided(param.shape, _strides(param))
+    view = flat.as_strided(slot.param.shape, strides, offset)
     return view, view if same else None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from lightning_dp.errors import ReplicaMismatchError, some_names
 log = logging.getLogger(__name__)
 
 _MIX = 6364136223846793005  # Knuth's MMIX multiplier: makes a sum depend on the position
-_CHUNK = 2**18  # words that are weighted at a time: bounds the memory to some MiB
+_CHUNK = 2**15  # words that are weighted at a time: bounds the memory
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,7 +38,7 @@ class Summary(NamedTuple):
     layout: list[list[int]]
 
 
-def digest(tensor: Tensor) -> Tensor:
+def digest(tensor: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return a 64-bit digest of ``tensor``'s elements in logical order, shape ``()``, on its device.
 
     A sum of the words, each times an odd pseudo-random number of its place, modulo 2**64. One changed
@@ -50,15 +49,15 @@ def digest(tensor: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     words = flat.contiguous().view(_WORDS[flat.element_size()])
-    weights = _weights(flat.device)
+    weights = place_weights(flat.device) if weights is None else weights
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for chunk in torch.split(words, _CHUNK):
         total = total * _MIX + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
     return total
 
 
-@lru_cache(maxsize=8)
-def _weights(device: torch.device) -> Tensor:
+def place_weights(device: torch.device) -> Tensor:
+    """Return the numbers that places are multiplied with: the same on every rank and in every run."""
     generator = torch.Generator().manual_seed(_MIX % 2**31)
     bits = torch.randint(-(2**63), 2**63 - 1, (_CHUNK,), generator=generator, dtype=torch.int64)
     return (bits | 1).to(device)
@@ -86,7 +85,8 @@ def check_replicas(reducer: Reducer, step: int, on_mismatch: str = "raise") -> b
     if group.world_size == 1:
         return True
     slots = [slot for slot in reducer.registry.slots if not slot.gone]
-    values = [digest(slot.param) for slot in slots]
+    weights = place_weights(group.device)
+    values = [digest(slot.param, weights) for slot in slots]
     mine = torch.stack(values).tolist() if values else []
     summary = _summary(reducer, slots, mine)
     total = hashlib.sha256(repr(summary).encode()).digest()[:8]

@@ -129,10 +129,15 @@ class Reducer:
         self.layout.buckets.clear()
 
     def release_storage(self) -> int:
-        """Give back the memory of buckets in which no gradient lives; return the bytes."""
+        """Give back the memory of buckets in which no gradient lives; return the bytes.
+
+        Called before a forward, and before a backward: Lightning zeroes gradients between the two, and
+        that is when activations need most memory. Buckets of many small gradients keep theirs.
+        """
         if self._session is not None:
             return 0
-        return sum(bucket.nbytes for bucket in self.layout.buckets if bucket.release())
+        buckets = [bucket for bucket in self.layout.buckets if bucket.worth_releasing]
+        return sum(bucket.nbytes for bucket in buckets if bucket.release())
 
     # One backward
 
@@ -155,6 +160,7 @@ class Reducer:
         Args:
             loss: Any shape; a loss without gradient is left alone.
         """
+        self.release_storage()
         if self.window.reduces and loss.requires_grad:
             ref = weakref.ref(self)
 

@@ -173,24 +173,29 @@ def test_c22_the_window_is_read_in_backward(world_size):
 
 
 def _storage(rank, world_size):
-    module = seeded(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
+    module = seeded(lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]))
     gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    options = LayoutOptions(cap_bytes=40_000, first_bytes=20_000, last_bytes=20_000)
+    options = LayoutOptions(cap_bytes=600_000, first_bytes=300_000, last_bytes=300_000)
     with Harness(module, options=options) as harness:
+        buckets = harness.reducer.layout.buckets
         for _ in range(3):
             module.zero_grad()
             harness.before_step()
-            flats = [b.flat for b in harness.reducer.layout.buckets]
-            assert storage_bytes(flats) == 0, "nothing is held while no gradient is alive"
-            harness.backward(module(torch.randn(4, 64)).square().mean())
-            held = [b.flat for b in harness.reducer.layout.buckets]
-            held += [p.grad for p in module.parameters()]
+            assert storage_bytes(b.flat for b in buckets) == 0, "no gradient lives: nothing is held"
+            loss = module(torch.randn(4, 256)).square().mean()
+            harness.backward(loss)
+            held = [b.flat for b in buckets] + [p.grad for p in module.parameters()]
             assert gradient_bytes <= storage_bytes(held) <= 1.05 * gradient_bytes
+        loss = module(torch.randn(4, 256)).square().mean()
+        module.zero_grad()  # Lightning's order: after the forward, before the backward
+        harness.reducer.arm(loss)
+        assert storage_bytes(b.flat for b in buckets) == 0, "activations need the memory now"
+        harness.backward(loss)
         kept = module[0].weight.grad
         value = kept.clone()
         module.zero_grad()
         assert harness.reducer.release_storage() > 0
-        harness.backward(module(torch.randn(4, 64)).square().mean())
+        harness.backward(module(torch.randn(4, 256)).square().mean())
         assert torch.equal(kept, value), "a gradient that somebody kept stays what it was"
 
 
