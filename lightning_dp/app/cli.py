@@ -40,6 +40,9 @@ COMMANDS: dict[str, Command] = {
         "lightning_dp.app.smoke:main", "start ranks and see that all of it works: -n 2"
     ),
     "conf": Command("lightning_dp.app.conf_tools:main", "list, show, copy or check config files"),
+    "data": Command(
+        "lightning_dp.app.data_picture:main", "draw which rank gets which sample: --out data.png"
+    ),
 }
 
 

@@ -1,0 +1,211 @@
+"""``lean-ddp data``: draw which rank gets which sample, over an epoch with a resume in it.
+
+The picture is made by the objects that training uses, so it shows what they do, not what they should.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_dp.data.eval_batches import EvalBatches
+from lightning_dp.data.loader import LoaderParts, Shard
+from lightning_dp.data.share import Cursor
+from lightning_dp.data.train_batches import TrainBatches
+
+COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#B279A2", "#E45756", "#72B7B2", "#EECA3B", "#9D755D")
+GREY = "#DDDDDD"
+GAP = 0.6
+MOST_SAMPLES = 300
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the ranks do in one part of the picture.
+
+    Attributes:
+        title: Its heading.
+        batches: For each rank its batches, each a list of sample numbers.
+        first: The number of the first batch.
+    """
+
+    title: str
+    batches: list[list[list[int]]]
+    first: int = 0
+
+    def counts(self) -> Counter[int]:
+        """How often each sample comes."""
+        return Counter(i for own in self.batches for batch in own for i in batch)
+
+
+def plan(args: argparse.Namespace) -> list[Stage]:
+    """Deal an epoch: until the stop, after the resume, and an evaluation of the same data.
+
+    Raises:
+        ValueError: The stop lies behind the end of the epoch.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        range(args.samples),  # type: ignore[arg-type]
+        batch_size=args.batch,
+        shuffle=not args.in_order,
+        drop_last=args.drop_last,
+    )
+    parts = LoaderParts.of(loader)
+
+    def train(world_size: int, start: Cursor) -> list[TrainBatches]:
+        shards = [Shard(rank, world_size, args.seed) for rank in range(world_size)]
+        return [TrainBatches(parts, shard, start) for shard in shards]
+
+    before = train(args.ranks, Cursor(args.epoch))
+    if not 0 <= args.stop_after <= len(before[0]):
+        raise ValueError(f"--stop-after must be from 0 to {len(before[0])}, the batches of a rank")
+    over = args.stop_after == len(before[0])
+    after = train(args.then_ranks, before[0].cursor_after(args.epoch, args.stop_after))
+    shards = [Shard(rank, args.then_ranks, args.seed) for rank in range(args.then_ranks)]
+    plain: DataLoader[Any] = DataLoader(range(args.samples), batch_size=args.batch)  # type: ignore[arg-type]
+    evaluation = [EvalBatches(LoaderParts.of(plain), shard) for shard in shards]
+    return [
+        Stage(
+            f"epoch {args.epoch} on {args.ranks} rank(s), stopped after {args.stop_after} step(s)",
+            [list(each.local_batches(args.stop_after)) for each in before],
+        ),
+        Stage(
+            f"resumed on {args.then_ranks} rank(s): "
+            + ("nothing is left of the epoch" if over else "the rest of the same order"),
+            [[] if over else list(each) for each in after],
+            after[0].first_batch,
+        ),
+        Stage(
+            f"evaluation on {args.then_ranks} rank(s): each sample once, equal steps",
+            [list(each) for each in evaluation],
+        ),
+    ]
+
+
+def draw(stages: Sequence[Stage], samples: int, path: Path) -> None:
+    """Write the picture as PNG."""
+    from matplotlib.figure import Figure
+
+    widest = max(samples, *(_width(stage) for stage in stages))
+    heights = [len(stage.batches) + 1.2 for stage in stages] + [2.6]
+    size = (max(6.0, 0.34 * widest + 1.2), 0.36 * sum(heights) + 1.2)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(heights), 1, gridspec_kw={"height_ratios": heights})
+    for axis, stage in zip(axes, stages, strict=False):
+        _draw_stage(axis, stage)
+    _draw_counts(axes[-1], stages[:2], samples)
+    for axis in axes:
+        axis.set_xlim(-0.6, widest)
+    figure.savefig(path, dpi=120)
+
+
+def _width(stage: Stage) -> float:
+    return sum(max(map(len, step), default=0) + GAP for step in _steps(stage))
+
+
+def _steps(stage: Stage) -> list[list[list[int]]]:
+    longest = max(map(len, stage.batches), default=0)
+    return [
+        [own[step] if step < len(own) else [] for own in stage.batches] for step in range(longest)
+    ]
+
+
+def _draw_stage(axis: Any, stage: Stage) -> None:
+    """One row a rank, one block a step, one square a sample."""
+    axis.set_title(stage.title, loc="left", fontsize=10)
+    left = 0.0
+    for number, step in enumerate(_steps(stage), start=stage.first):
+        width = max(map(len, step), default=0)
+        axis.text(
+            left + (width - 1) / 2, -0.75, f"step {number}", ha="center", va="center", fontsize=7
+        )
+        for rank, batch in enumerate(step):
+            for place, sample in enumerate(batch):
+                _square(axis, left + place, rank, COLOURS[rank % len(COLOURS)], str(sample))
+        left += width + GAP
+    ranks = len(stage.batches)
+    axis.set_ylim(ranks - 0.4, -1.1)
+    axis.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
+    _plain(axis)
+
+
+def _draw_counts(axis: Any, stages: Sequence[Stage], samples: int) -> None:
+    """The data set: who trained each sample, and how often."""
+    axis.set_title(
+        "the data set: rank that trained each sample (top: before the stop, bottom: after)",
+        loc="left",
+        fontsize=10,
+    )
+    for row, stage in enumerate(stages):
+        owner = {i: rank for rank, own in enumerate(stage.batches) for batch in own for i in batch}
+        counts = stage.counts()
+        for sample in range(samples):
+            times = counts[sample]
+            colour = COLOURS[owner[sample] % len(COLOURS)] if times else GREY
+            _square(axis, sample, row, colour, str(sample) if times else "")
+            if times > 1:
+                axis.text(sample + 0.42, row + 0.42, f"x{times}", ha="center", fontsize=6)
+    axis.set_ylim(1.7, -0.7)
+    axis.set_yticks([0, 1], ["before", "after"], fontsize=8)
+    _plain(axis)
+
+
+def _square(axis: Any, left: float, row: float, colour: str, text: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    axis.add_patch(Rectangle((left - 0.45, row - 0.4), 0.9, 0.8, color=colour, linewidth=0))
+    axis.text(left, row, text, ha="center", va="center", fontsize=7, color="white")
+
+
+def _plain(axis: Any) -> None:
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+
+
+def summary(stages: Sequence[Stage], samples: int) -> str:
+    """Say in one line what the picture shows of training."""
+    total = stages[0].counts() + stages[1].counts()
+    never = sorted(set(range(samples)) - set(total))
+    again = sorted(sample for sample, times in total.items() if times > 1)
+    text = f"{len(total)} of {samples} samples were trained; "
+    text += f"{len(again)} more than once (to fill up the last step): {again}; " if again else ""
+    return text + (f"left out by drop_last: {never}" if never else "none was left out")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="lean-ddp data",
+        description="Draw which rank gets which sample, over an epoch with a resume in it.",
+    )
+    parser.add_argument("--samples", type=int, default=23, help="length of the data set")
+    parser.add_argument("--batch", type=int, default=2, help="batch size of one rank")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks before the stop")
+    parser.add_argument("--then-ranks", type=int, default=3, help="ranks after it")
+    parser.add_argument("--stop-after", type=int, default=2, help="steps before the stop")
+    parser.add_argument("--epoch", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--in-order", action="store_true", help="shuffle=False")
+    parser.add_argument("--drop-last", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("data.png"), help="where to write")
+    args = parser.parse_args(argv)
+    if min(args.samples, args.batch, args.ranks, args.then_ranks) < 1:
+        parser.error("--samples, --batch, --ranks and --then-ranks must be 1 or more")
+    if args.samples > MOST_SAMPLES:
+        parser.error(f"nobody can read a picture of more than {MOST_SAMPLES} samples")
+    try:
+        stages = plan(args)
+    except ValueError as error:
+        parser.error(str(error))
+    draw(stages, args.samples, args.out)
+    print(summary(stages, args.samples))
+    print(f"wrote {args.out}")
+    return 0
