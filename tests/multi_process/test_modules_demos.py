@@ -1,0 +1,91 @@
+"""The demos and every hook: all ranks hold the same bits after 100 steps. ddp: hooks do not run on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp.demos.bytes import BytesModule, Windows
+from lightning_dp.demos.digits import DigitsModule
+from tests.support.parity import assert_equal_on_all_ranks
+from tests.support.trainers import lean, ranks, trainer
+
+pytestmark = pytest.mark.multi_process
+STEPS = 100
+
+HOOKS = {
+    "none": dict,
+    "allreduce": lambda: {"ddp_comm_hook": default_hooks.allreduce_hook},
+    "fp16": lambda: {"ddp_comm_hook": default_hooks.fp16_compress_hook},
+    "bf16 wrapper": lambda: {
+        "ddp_comm_hook": default_hooks.allreduce_hook,
+        "ddp_comm_wrapper": default_hooks.bf16_compress_wrapper,
+    },
+    "power sgd": lambda: {
+        "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
+        "ddp_comm_state": powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=10),
+    },
+    "power sgd, fp16": lambda: {
+        "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
+        "ddp_comm_state": powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=10),
+        "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
+    },
+    "post-local": lambda: {
+        "ddp_comm_hook": post_localSGD_hook.post_localSGD_hook,
+        "ddp_comm_state": post_localSGD_hook.PostLocalSGDState(None, None, 10),
+        "model_averaging_period": 4,
+    },
+    "bf16 on the wire": lambda: {"reduce_dtype": "bf16"},
+}
+
+
+def digits():
+    images = torch.randn(120, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(images, torch.arange(120) % 10)
+    return DigitsModule(width=4), DataLoader(data, batch_size=4)
+
+
+def text():
+    data = Windows(torch.arange(4000, dtype=torch.uint8) % 97, 8)
+    return BytesModule(width=16, depth=1, num_heads=2), DataLoader(data, batch_size=2)
+
+
+DEMOS = {"digits": digits, "bytes": text}
+
+
+def _hundred_steps(rank, world_size, port, demo, hook):
+    torch.manual_seed(1)
+    module, loader = DEMOS[demo]()
+    before = [p.detach().clone() for p in module.parameters()]
+    strategy = lean(bucket_cap_mb=0.002, check_replicas_every_n_steps=50, **HOOKS[hook]())
+    runner = trainer(world_size, port, strategy, max_epochs=-1, max_steps=STEPS)
+    buckets = []
+
+    def count():
+        buckets.append(len(strategy._engine.reducer.layout.buckets))
+
+    module.on_train_end = count
+    runner.fit(module, loader)
+    assert runner.global_step == STEPS
+    assert buckets[0] > 2, buckets
+    assert any(not torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+    assert_equal_on_all_ranks(module.state_dict())
+
+
+@pytest.mark.parametrize("demo", DEMOS)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_replicas_are_bit_identical_after_100_steps(demo, hook):
+    ranks(_hundred_steps, 2, demo, hook)
+
+
+@pytest.mark.parametrize("demo", DEMOS)
+@pytest.mark.parametrize("hook", ["none", "power sgd"])
+def test_replicas_are_bit_identical_after_100_steps_on_three_ranks(demo, hook):
+    ranks(_hundred_steps, 3, demo, hook)
