@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
@@ -25,8 +24,7 @@ GAP = 0.6
 MOST_SAMPLES = 300
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """What the ranks do in one part of the picture.
 
     Attributes:
