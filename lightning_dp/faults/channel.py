@@ -55,9 +55,13 @@ class FailureChannel:
         """Say that this rank has read the first failure. Collective: none."""
         self._store.set(f"seen/{self.rank}", "1")
 
-    def all_acknowledged(self) -> bool:
-        """Whether every other rank has read the first failure, or left before. Collective: none."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
+    def all_acknowledged(self, *, without: int = -1) -> bool:
+        """Whether all other ranks have read the first failure, or left before. Collective: none.
+
+        Args:
+            without: A rank that cannot any more.
+        """
+        others = [rank for rank in range(self.world_size) if rank not in (self.rank, without)]
         return all(
             self._store.check([f"seen/{rank}"]) or self._store.check([f"left/{rank}"])
             for rank in others
@@ -87,6 +91,11 @@ class FailureChannel:
             and not self._store.check([f"answer/{question}/{rank}"])
             and not self._store.check([f"left/{rank}"])
         ]
+
+    def gone(self) -> list[int]:
+        """Other ranks that have left normally. Collective: none."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        return [rank for rank in others if self._store.check([f"left/{rank}"])]
 
     # Plain values
 

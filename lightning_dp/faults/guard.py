@@ -75,6 +75,7 @@ class Guard:
         Collective: none, but every rank should be inside for as long as it communicates.
         """
         self.failing = False
+        self.first = None
         try:
             with self._interrupter.armed():
                 try:
@@ -197,10 +198,17 @@ class Guard:
             watch.unwinding = True
         replacement = None
         if channel is not None and watch is not None:
-            self.first = find_first(channel, watch, error, self.where(), self.error_grace_s)
+            self.first = find_first(
+                channel,
+                watch,
+                error,
+                where=self.where(),
+                waited_for=self.waits.last,
+                grace_s=self.error_grace_s,
+            )
             replacement = explain(self.first, channel, error)
         if channel is not None and self._hosts_store:
-            linger(channel)
+            linger(channel, self.first)
         for tell in self.on_failure:
             tell(replacement if replacement is not None else error)
         self.sockets.close_all()  # ranks blocked in a collective with this one get an error now

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning_dp.errors import RankFailedError
 from lightning_dp.faults.channel import FailureChannel
 from lightning_dp.faults.record import FailureRecord, add_note, is_consequence
+from lightning_dp.faults.waits import ADVICE
 from lightning_dp.faults.watch import Watch
 
 _LINGER_S = 1.5
@@ -18,7 +19,13 @@ _CAUSE_KNOWN_AFTER_S = 2.5  # a process that died without a word is noticed well
 
 
 def find_first(
-    channel: FailureChannel, watch: Watch, error: BaseException, where: str, grace_s: float
+    channel: FailureChannel,
+    watch: Watch,
+    error: BaseException,
+    *,
+    where: str,
+    waited_for: str,
+    grace_s: float,
 ) -> FailureRecord | None:
     """The failure that was first, after this rank has told its own.
 
@@ -30,6 +37,7 @@ def find_first(
         watch: This rank's.
         error: With which this rank leaves.
         where: What it was doing.
+        waited_for: The collective that it waited for last.
         grace_s: Seconds to wait for a cause.
 
     Returns:
@@ -51,10 +59,8 @@ def find_first(
             watch.hurry()
             question = channel.ask()
             first = wait_for(lambda: watch.first or channel.first())
-            silent = channel.unanswered(question) if first is None else []
-            if silent:
-                lost = f"rank {channel.rank} lost its connection: {own.message[:200]}"
-                own = FailureRecord(silent[0], "it does not answer", lost, host="?", pid=-1)
+            if first is None:
+                own = _blame(channel, question, own, waited_for)
         if first is None:
             first = channel.publish(own)
         else:
@@ -64,6 +70,23 @@ def find_first(
         return first
     except dist.DistError:  # the store has gone, and the watching thread says with whom
         return wait_for(lambda: watch.first)
+
+
+def _blame(
+    channel: FailureChannel, question: str, own: FailureRecord, waited_for: str
+) -> FailureRecord:
+    """A connection was lost and nobody has told why."""
+    silent = channel.unanswered(question)
+    if silent:
+        lost = f"rank {channel.rank} lost its connection: {own.message[:200]}"
+        return FailureRecord(silent[0], "it does not answer", lost, host="?", pid=-1)
+    gone = channel.gone()
+    if gone and waited_for:
+        what = (
+            f"rank {channel.rank} waits for {waited_for}, but rank(s) {gone} have left the trainer"
+        )
+        return FailureRecord(-1, "deadlock", f"{what}. {ADVICE}", host="the ranks", where=own.where)
+    return own
 
 
 def explain(
@@ -80,9 +103,10 @@ def explain(
     return None
 
 
-def linger(channel: FailureChannel) -> None:
+def linger(channel: FailureChannel, first: FailureRecord | None) -> None:
     """The process that hosts the store stays until the others have read what happened."""
+    dead = first.rank if first is not None and not first.traceback else -1
     deadline = time.monotonic() + _LINGER_S
     with contextlib.suppress(dist.DistError, RuntimeError):
-        while not channel.all_acknowledged() and time.monotonic() < deadline:
+        while not channel.all_acknowledged(without=dead) and time.monotonic() < deadline:
             time.sleep(0.02)

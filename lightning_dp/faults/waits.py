@@ -1,8 +1,9 @@
 """What a rank is waiting for, told so that a stall can be explained and a deadlock proven.
 
-[Note: when a deadlock is certain] A collective ends only when all ranks have come to it. If every rank
-waits in a collective and these are not the same one, none can end. That is certain, not a matter of
-patience; a rank that still computes, or one whose report is old, makes it uncertain.
+[Note: when a deadlock is certain] Collectives of one kind are numbered in the order in which a rank
+begins them, the same on all ranks. If rank A waits in one that rank B has not begun, and B waits in one
+that A has not begun, neither can go on, however patient one is. A rank that is merely slow to finish has
+begun what the other has left behind, so it is never mistaken for one.
 """
 
 from __future__ import annotations
@@ -11,9 +12,16 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import permutations
 from typing import Any
 
 from lightning_dp.errors import some_names
+
+GRADIENTS, COLLECTIVES = "gradients", "collectives"
+ADVICE = (
+    "Something that all ranks must call (save_checkpoint, a barrier, self.log with sync_dist, a training "
+    "step) was called on some of them only. Fix: call it on every rank, not inside 'if rank == 0'"
+)
 
 
 @dataclasses.dataclass
@@ -21,67 +29,86 @@ class Wait:
     """One wait.
 
     Attributes:
-        what: What is waited for ("barrier 'post_setup'", "bucket 3 of 7").
+        kind: ``GRADIENTS`` or ``COLLECTIVES``.
+        number: Its place in the sequence of its kind.
+        what: What is waited for ("barrier 'post_setup'", "the gradients of step 3").
         since: ``time.monotonic()`` at its start.
-        serial: How many waits this rank has begun, this one included.
         names: Parameters in it, where there are any.
         reported: Whether a stall was reported.
     """
 
+    kind: str
+    number: int
     what: str
     since: float
-    serial: int
     names: tuple[str, ...] = ()
     reported: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineWait:
+    """What the engine tells when it is asked.
+
+    Attributes:
+        begun: How many reducing backwards it has begun.
+        what: What it waits for now; empty if it does not wait.
+        names: The parameters in it.
+    """
+
+    begun: int
+    what: str = ""
+    names: tuple[str, ...] = ()
 
 
 class Waits:
     """What the training thread waits for now; written by it, read by the watching thread.
 
     Attributes:
-        current: A wait inside of :meth:`waiting`.
-        source: Asked otherwise: what the engine waits for, and the parameters in it.
+        engine: Asked what the engine waits for; called by the watching thread.
+        last: What was waited for last, by the training thread itself.
     """
 
     def __init__(self) -> None:
-        self.current: Wait | None = None
-        self.source: Callable[[], tuple[str, tuple[str, ...]] | None] | None = None
-        self._serial = 0
+        self.engine: Callable[[], EngineWait] = _no_engine
+        self.last = ""
+        self._current: Wait | None = None
+        self._begun = 0
         self._seen: Wait | None = None
 
     @contextlib.contextmanager
-    def waiting(self, what: str, names: tuple[str, ...] = ()) -> Iterator[None]:
-        """This thread waits for ``what`` inside the ``with`` block."""
-        self._serial += 1
-        outer = self.current
-        self.current = Wait(what, time.monotonic(), self._serial, names)
+    def waiting(self, what: str) -> Iterator[None]:
+        """This thread waits inside the ``with`` block for a collective that all ranks call in one order."""
+        self._begun += 1
+        self.last = what
+        outer = self._current
+        self._current = Wait(COLLECTIVES, self._begun, what, time.monotonic())
         try:
             yield
         finally:
-            self.current = outer
+            self._current = outer
 
     def look(self) -> Wait | None:
-        """What is waited for now; called by the watching thread.
-
-        What ``source`` tells has no beginning; it begins when it is first seen here.
-        """
-        wait = self.current
-        told = self.source() if wait is None and self.source is not None else None
-        if wait is not None or told is None:
+        """What is waited for now. What the engine tells begins when it is first seen here."""
+        if self._current is not None:
+            return self._current
+        told = self.engine()
+        if not told.what:
             self._seen = None
-            return wait
-        if self._seen is None or (self._seen.what, self._seen.names) != told:
-            self._serial += 1
-            self._seen = Wait(told[0], time.monotonic(), self._serial, told[1])
+        elif self._seen is None or (self._seen.what, self._seen.names) != (told.what, told.names):
+            self._seen = Wait(GRADIENTS, told.begun, told.what, time.monotonic(), told.names)
         return self._seen
 
-    def to_json(self) -> dict[str, Any]:
-        """This rank's report for the others."""
+    def report(self) -> dict[str, Any]:
+        """This rank's report for the others, as JSON."""
         wait = self.look()
+        begun = {COLLECTIVES: self._begun, GRADIENTS: self.engine().begun}
         if wait is None:
-            return {"what": "", "serial": self._serial, "age_s": 0.0, "names": []}
-        age = time.monotonic() - wait.since
-        return {"what": wait.what, "serial": wait.serial, "age_s": age, "names": wait.names[:6]}
+            return {"what": "", "begun": begun}
+        return {"what": wait.what, "kind": wait.kind, "number": wait.number, "begun": begun}
+
+
+def _no_engine() -> EngineWait:
+    return EngineWait(0)
 
 
 def describe_stall(rank: int, wait: Wait, reports: Mapping[int, Mapping[str, Any]]) -> str:
@@ -98,7 +125,7 @@ def describe_stall(rank: int, wait: Wait, reports: Mapping[int, Mapping[str, Any
     late = [
         other
         for other, report in sorted(reports.items())
-        if other != rank and report.get("what") != wait.what
+        if other != rank and not _has_begun(report, wait.kind, wait.number)
     ]
     for other in late[:16]:
         report = reports[other]
@@ -110,32 +137,32 @@ def describe_stall(rank: int, wait: Wait, reports: Mapping[int, Mapping[str, Any
     return "\n".join(lines)
 
 
-def find_deadlock(
-    world_size: int, reports: Mapping[int, Mapping[str, Any]], *, min_age_s: float
-) -> str | None:
-    """Explain a deadlock, if it is certain.
+def find_deadlock(reports: Mapping[int, Mapping[str, Any]]) -> tuple[int, int] | None:
+    """Two ranks that wait for each other for good ([Note: when a deadlock is certain]).
 
     Args:
-        world_size: How many ranks.
-        reports: Latest report of each rank. ``gone`` marks a rank that left normally.
-        min_age_s: Only waits at least this old count, so that reports are not of different moments.
+        reports: A report of each rank. ``gone`` marks a rank that has left, with what it had begun.
 
     Returns:
-        Who waits for what, or None.
+        The two ranks, the first of which waits; None if there are none.
     """
-    if len(reports) < world_size:
-        return None
-    places: dict[str, list[int]] = {}
-    for rank, report in sorted(reports.items()):
-        if report.get("gone"):
-            places.setdefault("its program has left the trainer", []).append(rank)
-        elif report.get("what") and report.get("age_s", 0.0) >= min_age_s:
-            places.setdefault(f"waits for {report['what']}", []).append(rank)
-        else:
-            return None
-    if len(places) < 2:
-        return None
-    return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {place}"
-        for place, ranks in places.items()
-    )
+    for one, other in permutations(sorted(reports), 2):
+        mine, theirs = reports[one], reports[other]
+        if not mine.get("what") or _has_begun(theirs, mine["kind"], mine["number"]):
+            continue
+        if theirs.get("gone"):
+            return one, other
+        if theirs.get("what") and not _has_begun(mine, theirs["kind"], theirs["number"]):
+            return one, other
+    return None
+
+
+def describe_place(report: Mapping[str, Any]) -> str:
+    """Where a rank is, in words."""
+    if report.get("gone"):
+        return "has left the trainer"
+    return f"waits for {report['what']}"
+
+
+def _has_begun(report: Mapping[str, Any], kind: str, number: int) -> bool:
+    return bool(report.get("begun", {}).get(kind, 0) >= number)

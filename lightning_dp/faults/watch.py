@@ -28,7 +28,13 @@ from lightning_dp.faults.peers import Peers
 from lightning_dp.faults.record import FailureRecord
 from lightning_dp.faults.sockets import GroupSockets
 from lightning_dp.faults.store import empty_store
-from lightning_dp.faults.waits import Waits, describe_stall, find_deadlock
+from lightning_dp.faults.waits import (
+    ADVICE,
+    Waits,
+    describe_place,
+    describe_stall,
+    find_deadlock,
+)
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +91,7 @@ class Watch:
         self._answered = ""
         self._beats = 0
         self._next_beat = 0.0
-        self._suspect: dict[int, tuple[int, int]] | None = None
+        self._suspect: tuple[tuple[int, str, int], ...] | None = None
         self._stop = threading.Event()
         self._period_s = PERIOD_S
         self._wake = threading.Event()
@@ -188,14 +194,14 @@ class Watch:
             return
         self._next_beat = now + BEAT_S
         self._beats += 1
-        report = {**self._waits.to_json(), "beat": self._beats, "where": self._where()}
+        report = {**self._waits.report(), "beat": self._beats, "where": self._where()}
         self.channel.write(f"beat/{self.channel.rank}", json.dumps(report))
         if wait is None or age < _DEADLOCK_AFTER_S:
             self._suspect = None
             return
         reports = self.channel.read_ranks("beat")
-        for rank in self._peers.left:
-            reports[rank] = {"gone": True, "beat": self._beats, "serial": -1}
+        for rank in self._peers.left & set(reports):
+            reports[rank] = {**reports[rank], "gone": True, "what": "", "beat": -1}
         self._check_deadlock(reports)
         if self._stall_report_s and age > self._stall_report_s and not wait.reported:
             wait.reported = True
@@ -203,29 +209,27 @@ class Watch:
             log.warning("lean_ddp: no progress.\n%s", text)
 
     def _check_deadlock(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """Report a deadlock that two looks in a row have shown, each rank having told anew between them."""
-        world_size = self.channel.world_size
-        found = find_deadlock(world_size, reports, min_age_s=_REPORT_WAITS_AFTER_S)
-        if found is None:
-            self._suspect = None
+        """Report a deadlock that two looks have shown, each of its ranks having told anew between them."""
+        found = find_deadlock(reports)
+        now = None
+        if found is not None:
+            now = tuple((rank, reports[rank]["what"], reports[rank]["beat"]) for rank in found)
+        before, self._suspect = self._suspect, now
+        if now is None or before is None or [n[:2] for n in now] != [b[:2] for b in before]:
             return
-        now = {rank: (report["serial"], report["beat"]) for rank, report in reports.items()}
-        before = self._suspect
-        if before is None or any(now[rank][0] != before.get(rank, (-2, 0))[0] for rank in now):
-            self._suspect = now
+        if any(new[2] == old[2] != -1 for new, old in zip(now, before, strict=True)):
+            self._suspect = before  # one has not told anew
             return
-        if all(now[rank][1] > before[rank][1] for rank in now):
-            self.channel.publish(
-                FailureRecord(
-                    rank=-1,
-                    error_type="deadlock",
-                    message=f"the ranks wait for each other: {found}. Something that all ranks must "
-                    "call (save_checkpoint, a barrier, self.log with sync_dist, a training step) was "
-                    "called on some of them only. Fix: call it on every rank, not inside 'if rank == 0'",
-                    host="the ranks",
-                    where=self._where(),
-                )
+        places = [f"rank {rank} {describe_place(reports[rank])}" for rank, _, _ in now]
+        self.channel.publish(
+            FailureRecord(
+                rank=-1,
+                error_type="deadlock",
+                message=f"ranks wait for each other: {'; '.join(places)}. {ADVICE}",
+                host="the ranks",
+                where=self._where(),
             )
+        )
 
 
 class _Silent(FailureChannel):

@@ -49,6 +49,7 @@ class Session:
         outlives_ranks: Whether a process that is no rank hosts it.
         first_process: Rank 0's, once it was met.
         failed: Whether a trainer call of the session has failed.
+        dead_ranks: How many ranks are known to have died without a word.
         preempted: Whether all ranks were asked to stop, and did.
     """
 
@@ -62,6 +63,7 @@ class Session:
         self.outlives_ranks = False
         self.first_process: ProcessIdentity | None = None
         self.failed = False
+        self.dead_ranks = 0
         self.preempted = False
         self.rank = 0
         self.world_size = 1
@@ -151,7 +153,7 @@ class Session:
             log.error("%s", error)
             exit_code.remember(getattr(error, "exit_code", 1))
         if store is not None and self.hosts_store and not self.children.processes:
-            _wait_for_farewells(store, self.world_size)
+            _wait_for_farewells(store, self.world_size - self.dead_ranks)
 
 
 def _exiting(process: ProcessIdentity) -> str:

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dp import run_seams
+from lightning_dp import loop_seams, run_seams
 from lightning_dp.faults.guard import Guard
 from lightning_dp.faults.preemption import Preemption, StopLine, name_of
 from lightning_dp.launch.exit_code import PREEMPTED
@@ -78,8 +78,8 @@ class Stopper:
             self._undo.append(self._remove_handlers)
         self._undo += [
             run_seams.replace_signal_handlers(self._trainer, self._preemption.note),
-            run_seams.silence_per_batch_broadcast(self._trainer),
-            run_seams.after_each_batch(self._trainer, self._after_batch),
+            loop_seams.silence_per_batch_broadcast(self._trainer),
+            loop_seams.after_each_batch(self._trainer, self._after_batch),
         ]
 
     def remove(self) -> None:
@@ -109,7 +109,7 @@ class Stopper:
             self._leave_evaluation()
         else:
             self._points += 1
-            is_last = run_seams.evaluation_is_at_its_end(trainer)
+            is_last = loop_seams.evaluation_is_at_its_end(trainer)
             if self._stop_line("evaluation").is_due(self._points, is_last=is_last):
                 preemption.agreed_stop(trainer.global_step)
                 self._leave_evaluation()
@@ -122,7 +122,7 @@ class Stopper:
             if due:
                 preemption.agreed_stop(trainer.global_step)
         if preemption.agreed:
-            run_seams.set_received_sigterm(trainer)
+            loop_seams.set_received_sigterm(trainer)
 
     def evaluation_starts(self) -> None:
         """A validation, test or prediction begins, on every rank."""
@@ -132,7 +132,7 @@ class Stopper:
         trainer = self._trainer
         self._before_validation = None
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._before_validation = run_seams.validation_progress(trainer)
+            self._before_validation = loop_seams.validation_progress(trainer)
         if self._preemption.agreed:
             self._leave_evaluation()
 
@@ -153,7 +153,7 @@ class Stopper:
         preemption.agreed_stop(trainer.global_step)
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             raise SIGTERMException(PREEMPTED)
-        run_seams.set_received_sigterm(trainer)
+        loop_seams.set_received_sigterm(trainer)
 
     def _stop_line(self, kind: str) -> StopLine:
         if self._line is None:
@@ -163,7 +163,7 @@ class Stopper:
     def _leave_evaluation(self) -> None:
         """Leave at once; a resumed run evaluates from the start ([Note: where a run stops])."""
         if self._before_validation is not None:
-            run_seams.rewind_validation(self._trainer, self._before_validation)
+            loop_seams.rewind_validation(self._trainer, self._before_validation)
         raise SIGTERMException(PREEMPTED)
 
     # The end

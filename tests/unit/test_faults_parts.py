@@ -17,7 +17,13 @@ from lightning_dp.faults.peers import Peers, describe_exit
 from lightning_dp.faults.preemption import StopLine
 from lightning_dp.faults.record import FailureRecord, exit_code_of, is_consequence
 from lightning_dp.faults.store import empty_store
-from lightning_dp.faults.waits import Wait, Waits, describe_stall, find_deadlock
+from lightning_dp.faults.waits import (
+    EngineWait,
+    Wait,
+    Waits,
+    describe_stall,
+    find_deadlock,
+)
 
 
 def test_a_record_survives_the_store():
@@ -160,43 +166,72 @@ def test_another_thread_is_interrupted_between_bytecodes():
     assert str(caught[0]) == "stop"
 
 
-def waiting(what, serial=1, age_s=5.0, **more):
-    return {"what": what, "serial": serial, "age_s": age_s, "beat": 1, **more}
+def waiting(what, kind="collectives", number=1, collectives=0, gradients=0, **more):
+    begun = {"collectives": collectives, "gradients": gradients}
+    begun[kind] = max(begun[kind], number if what else 0)
+    return {"what": what, "kind": kind, "number": number, "begun": begun, "beat": 1, **more}
 
 
 @pytest.mark.parametrize(
     ("reports", "found"),
     [
-        ({0: waiting("a"), 1: waiting("b")}, True),
-        ({0: waiting("a"), 1: {"gone": True}}, True),
-        ({0: waiting("a"), 1: waiting("a")}, False),
-        ({0: waiting("a"), 1: waiting("")}, False),
-        ({0: waiting("a"), 1: waiting("b", age_s=0.1)}, False),
-        ({0: waiting("a")}, False),
+        # rank 0 in a barrier of its own, rank 1 in the next step's gradients
+        (
+            {
+                0: waiting("a barrier", number=5, gradients=3),
+                1: waiting("gradients", "gradients", 4, collectives=4),
+            },
+            True,
+        ),
+        ({0: waiting("a", number=5), 1: waiting("", collectives=4, gone=True)}, True),
+        # rank 1 is slow to finish what rank 0 has left behind
+        (
+            {
+                0: waiting("a barrier", number=5, gradients=4),
+                1: waiting("gradients", "gradients", 4, collectives=4),
+            },
+            False,
+        ),
+        ({0: waiting("a", number=5), 1: waiting("a", number=4)}, False),
+        ({0: waiting("a", number=5), 1: waiting("a", number=5)}, False),
+        ({0: waiting("a", number=5), 1: waiting("", collectives=4)}, False),
+        ({0: waiting("a", number=5), 1: waiting("", collectives=5, gone=True)}, False),
+        ({0: waiting("a", number=5)}, False),
     ],
 )
 def test_only_a_certain_deadlock_is_found(reports, found):
-    assert (find_deadlock(2, reports, min_age_s=1.0) is not None) is found
+    assert (find_deadlock(reports) is not None) is found
 
 
 def test_a_stall_says_who_has_not_come():
-    wait = Wait("the gradients of step 3", time.monotonic() - 31, 1, ("a.weight", "a.bias"))
-    text = describe_stall(0, wait, {0: {}, 1: waiting(""), 2: waiting("a barrier", where="fit")})
+    since = time.monotonic() - 31
+    wait = Wait("gradients", 3, "the gradients of step 3", since, ("a.weight", "a.bias"))
+    reports = {
+        0: waiting("x", "gradients", 3),
+        1: waiting("", gradients=2),
+        2: waiting("a barrier", where="fit"),
+        3: waiting("x", "gradients", 3),
+    }
+    text = describe_stall(0, wait, reports)
     assert "31 s" in text
     assert "'a.weight'" in text
     assert "rank 1 has not come: it is running its own code" in text
     assert "rank 2 has not come: it waits for a barrier at fit" in text
+    assert "rank 3" not in text
 
 
 def test_what_the_engine_waits_for_begins_when_it_is_first_seen():
     waits = Waits()
-    waits.source = lambda: ("bucket 1", ("w",))
+    waits.engine = lambda: EngineWait(3, "bucket 1", ("w",))
     first = waits.look()
     assert waits.look() is first
+    assert first.number == 3
     with waits.waiting("a barrier"):
         assert waits.look().what == "a barrier"
-    waits.source = lambda: None
+        assert waits.report()["begun"] == {"collectives": 1, "gradients": 3}
+    waits.engine = lambda: EngineWait(3)
     assert waits.look() is None
+    assert waits.report()["what"] == ""
 
 
 def stop_lines(world_size):

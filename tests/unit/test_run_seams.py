@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import launchers
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_dp import hydra_seams, run_seams
+from lightning_dp import hydra_seams, loop_seams, run_seams
 from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
 
 
@@ -53,11 +53,11 @@ def test_lightning_gives_back_the_users_handlers_not_ours(trainer, bare):
 def test_the_broadcast_per_batch_is_taken_away(trainer, bare):
     loop = trainer.fit_loop.epoch_loop
     original = loop._broadcast_sigterm_tensor
-    undo = run_seams.silence_per_batch_broadcast(trainer)
+    undo = loop_seams.silence_per_batch_broadcast(trainer)
     assert loop._broadcast_sigterm_tensor() is None
     undo()
     assert loop._broadcast_sigterm_tensor == original
-    run_seams.silence_per_batch_broadcast(bare)()
+    loop_seams.silence_per_batch_broadcast(bare)()
 
 
 def test_after_each_batch(trainer, bare):
@@ -66,12 +66,12 @@ def test_after_each_batch(trainer, bare):
     trainer.state.stage = None
     trainer.training = True
     trainer._logger_connector._first_loop_iter = True
-    undo = run_seams.after_each_batch(trainer, lambda: calls.append(1))
+    undo = loop_seams.after_each_batch(trainer, lambda: calls.append(1))
     trainer._logger_connector.on_batch_end()
     undo()
     trainer._logger_connector.on_batch_end()
     assert calls == [1]
-    undo = run_seams.after_each_batch(bare, lambda: calls.append(2))
+    undo = loop_seams.after_each_batch(bare, lambda: calls.append(2))
     bare.callbacks[0].on_train_batch_end(bare, None, None, None, 0)
     bare.callbacks[0].on_validation_batch_end(bare, None, None, None, 0)
     undo()
@@ -80,20 +80,20 @@ def test_after_each_batch(trainer, bare):
 
 
 def test_received_sigterm(trainer, bare):
-    run_seams.set_received_sigterm(trainer)
+    loop_seams.set_received_sigterm(trainer)
     assert trainer.received_sigterm
     with pytest.raises(SIGTERMException):
-        run_seams.set_received_sigterm(bare)
+        loop_seams.set_received_sigterm(bare)
 
 
 def test_validation_is_rewound(trainer, bare):
     progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    before = run_seams.validation_progress(trainer)
+    before = loop_seams.validation_progress(trainer)
     progress.increment_by(3)
-    run_seams.rewind_validation(trainer, before)
+    loop_seams.rewind_validation(trainer, before)
     assert progress.current.ready == progress.current.started == 1
     assert progress.current.processed == progress.current.completed == 0
-    assert run_seams.validation_progress(bare) is None
+    assert loop_seams.validation_progress(bare) is None
 
 
 def test_checkpoint_plugin(trainer):

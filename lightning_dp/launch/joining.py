@@ -1,0 +1,105 @@
+"""The ranks of one call of the trainer meet, make their process group, and begin to watch each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lightning_dp import hydra_seams, run_seams
+from lightning_dp.faults.guard import Guard
+from lightning_dp.faults.preemption import Preemption
+from lightning_dp.faults.store import with_prefix
+from lightning_dp.launch.environment import PARENT_VARIABLE, check_group, compare_members
+from lightning_dp.launch.launcher import placement
+from lightning_dp.launch.meeting import Meeting, describe_this_rank, meet
+from lightning_dp.launch.session import Session
+from lightning_dp.launch.stores import reach_store
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy
+
+
+def join(
+    strategy: DDPStrategy,
+    begin_session: Callable[[], Session],
+    guard: Guard,
+    preemption: Preemption,
+    timeout_s: float,
+) -> None:
+    """Meet the other ranks, make the process group if there is none, begin to watch.
+
+    Args:
+        strategy: Whose ranks; does nothing for a world of one.
+        begin_session: The session to use.
+        guard: Opened with what the meeting gave.
+        preemption: Told and heard of by the watching thread.
+        timeout_s: Seconds to wait for ranks that are missing.
+
+    Raises:
+        LaunchError: Ranks are missing, or run another job.
+
+    Collective: every rank. Blocks until all are there.
+    """
+    environment = strategy.cluster_environment
+    assert environment is not None
+    rank, world_size = strategy.global_rank, strategy.world_size
+    if dist.is_initialized():
+        place = placement(environment, strategy.num_processes, strategy.num_nodes)
+        check_group(place, dist.get_world_size())
+    if world_size == 1:
+        return
+    session = begin_session()
+    session.rank, session.world_size = rank, world_size
+    if session.store is None:
+        address = (environment.main_address, environment.main_port)
+        reach_store(session, rank, address, timeout_s)
+    assert session.store is not None
+    job = hydra_seams.hydra_job()
+    meeting = meet(
+        session.store,
+        rank,
+        world_size,
+        {**describe_this_rank(), "job": job.describe() if job is not None else None},
+        timeout_s=timeout_s,
+        check=session.check_peers,
+    )
+    session.first_process = meeting.processes[0]
+    compare_members(meeting.members, rank)
+    guard.sockets.spared_port = session.port
+    if not dist.is_initialized():
+        _make_group(strategy, meeting, guard)
+    _watch(session, meeting, guard, preemption)
+
+
+def _make_group(strategy: DDPStrategy, meeting: Meeting, guard: Guard) -> None:
+    """The default process group. Collective: every rank. Blocks."""
+    device: torch.device = strategy.root_device
+    backend = run_seams.process_group_backend(strategy)
+    with guard.sockets.recording():
+        dist.init_process_group(
+            backend,
+            store=with_prefix("group", meeting.store),  # type: ignore[arg-type]
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            timeout=run_seams.timeout_of(strategy),
+            device_id=device if device.type != "cpu" else None,
+        )
+
+
+def _watch(session: Session, meeting: Meeting, guard: Guard, preemption: Preemption) -> None:
+    parent = os.environ.get(PARENT_VARIABLE)
+    guard.open(
+        with_prefix("guard", meeting.store),
+        meeting.rank,
+        meeting.processes,
+        thread_store=with_prefix("guard", meeting.store.clone()),
+        children=session.children.ended if session.children.processes else None,
+        store_host=-1 if session.outlives_ranks else 0,
+        parent_pid=int(parent) if parent else None,
+    )
+    assert guard.watch is not None
+    guard.watch.hooks.append(preemption.share)

@@ -1,0 +1,78 @@
+"""What is asked of the engine and the trainer: what is waited for, and where a run is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from lightning_dp.engine.reducer import Reducer
+from lightning_dp.engine.window import AccumulationWindow
+from lightning_dp.faults.waits import EngineWait
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class Engine(Protocol):
+    """The engine.
+
+    Attributes:
+        window: Its ``stop`` travels with the gradients; ``micro_batches`` is 0 between windows.
+        reducer: None outside of training.
+    """
+
+    window: AccumulationWindow
+    reducer: Reducer | None
+
+
+class View:
+    """Answers questions of threads and reports; changes nothing.
+
+    Args:
+        engine: Asked.
+
+    Attributes:
+        trainer: Whose call runs; None outside of one.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.trainer: pl.Trainer | None = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self.trainer.global_step if self.trainer is not None else -1
+
+    def window_is_closed(self) -> bool:
+        """Whether no accumulation is going on."""
+        return self.engine.window.micro_batches == 0
+
+    def tail_carries_stop(self) -> bool:
+        """Whether gradients carry the request to stop (automatic optimization on several ranks)."""
+        reducer = self.engine.reducer
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        automatic = module is not None and module.automatic_optimization
+        return automatic and reducer is not None and reducer.group.world_size > 1
+
+    def engine_wait(self) -> EngineWait:
+        """What the engine waits for; asked by the watching thread."""
+        reducer = self.engine.reducer
+        if reducer is None:
+            return EngineWait(0)
+        bucket = reducer.waiting_for
+        if bucket is None:
+            return EngineWait(reducer.sessions)
+        what = f"the gradients of step {self.step} (bucket {bucket.index})"
+        return EngineWait(reducer.sessions, what, tuple(bucket.names))
+
+    def where(self) -> str:
+        """What this rank is doing, in words."""
+        trainer = self.trainer
+        if trainer is None or trainer.state.fn is None:
+            return ""
+        stage = trainer.state.stage
+        return f"{trainer.state.fn.value}, {stage.value if stage else 'start'}, step {self.step}"
+
+    def __getstate__(self) -> dict[str, object]:
+        """A spawned rank is given its trainer anew."""
+        return {**self.__dict__, "trainer": None}
