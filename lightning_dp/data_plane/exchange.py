@@ -98,7 +98,7 @@ class OrderAgreement:
 
 
 class GroupAlignment:
-    """Stops all ranks at the same step, for loaders whose end nobody knows; see ``data.iterable``.
+    """Stops all ranks at the same step, for loaders whose end nobody knows; see ``data.align``.
 
     Args:
         group: Who takes part.

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightning_dp.data.align import align
 from lightning_dp.data.draw import sized
-from lightning_dp.data.iterable import EpochSampler, align, shard_iterable
+from lightning_dp.data.iterable import EpochSampler, shard_iterable
 from lightning_dp.data.loader import LoaderParts, copy_loader
 from lightning_dp.data_plane.common import Ranks, divide_batch
 from lightning_dp.data_plane.exchange import GroupAlignment

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from lightning_dp import loader_seams
-from lightning_dp.data.iterable import is_stateful
+from lightning_dp.data.align import is_stateful
 from lightning_dp.data.loader import LoaderParts, give_batches
 from lightning_dp.data.share import Cursor
 from lightning_dp.data.stream import StreamBatches

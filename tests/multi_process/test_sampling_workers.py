@@ -117,3 +117,21 @@ def test_the_main_process_draws_alike_unless_asked_not_to():
     left, right = draws(0, options={"rank_rng": "all"})
     for generator in range(3):
         assert not numbers(left, generator) & numbers(right, generator)
+
+
+def _persistent(rank, world_size, port, persistent):
+    module = Hears()
+    data = DataLoader(
+        Noisy(), batch_size=2, shuffle=True, num_workers=2, persistent_workers=persistent
+    )
+    fit(rank, world_size, port, module, loader=data, max_epochs=3)
+    return [(epoch, ids) for epoch, ids, _ in module.seen]
+
+
+def test_workers_that_stay_get_each_epochs_order():
+    stay, leave = (
+        run_ranks(_persistent, 2, free_port(), bool(p), init_process_group=False) for p in (1, 0)
+    )
+    assert stay == leave
+    orders = [[ids for e, ids in stay[0] if e == epoch] for epoch in range(3)]
+    assert orders[0] != orders[1] != orders[2]

@@ -14,9 +14,10 @@ from torch.utils.data import (
     RandomSampler,
 )
 
+from lightning_dp.data.align import align, is_stateful
 from lightning_dp.data.batch_hash import NOTHING, batch_fingerprint
 from lightning_dp.data.eval_batches import EvalBatches
-from lightning_dp.data.iterable import ShardedIterable, align, is_stateful
+from lightning_dp.data.iterable import ShardedIterable
 from lightning_dp.data.loader import (
     LoaderParts,
     RankSampler,
