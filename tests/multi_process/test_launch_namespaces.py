@@ -6,6 +6,7 @@ import sys
 import pytest
 
 pytest.importorskip("pytorch_lightning")
+pytestmark = pytest.mark.multi_process
 
 CHECK = """
 import logging, sys, warnings

@@ -12,6 +12,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
 
+pytestmark = pytest.mark.multi_process
+
 
 class InPlace(TorchCheckpointIO):
     """The control: writes over the old file."""
