@@ -1,4 +1,4 @@
-"""The demos and every hook: all ranks hold the same bits after 100 steps. ddp: hooks do not run on a CPU."""
+"""Demos and hooks: all ranks hold the same bits after 100 steps. ddp: no hook runs on a CPU."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
 )
 
-from tests.multi_process.test_modules_trainer import Base
+from tests.support.modules import Base
 from tests.support.parity import as_bytes, assert_equal_on_all_ranks
 from tests.support.ranks import RankError
 from tests.support.trainers import fit, lean, ranks

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_dp.engine.layout import LayoutOptions
 from lightning_dp.errors import NonFiniteGradientError
-from tests.multi_process.test_modules_trainer import Base
+from tests.support.modules import Base
 from tests.support.parity import (
     Harness,
     assert_equal_on_all_ranks,
