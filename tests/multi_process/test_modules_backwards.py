@@ -225,6 +225,8 @@ def _without_seams(rank, world_size, names):
             assert not autograd_seams.has_end_of_backward()
         elif name == "_current_graph_task_id":
             autograd_seams.graph_task_id = autograd_seams._one_task  # looked up once, at import
+        elif name == "_current_graph_task_id":
+            autograd_seams.graph_task_id = autograd_seams._one_task  # looked up once, at import
         else:
             delattr(torch._C, name)
 
