@@ -172,3 +172,17 @@ def test_a_checkpoint_written_after_fit_goes_on_too(tmp_path):
     seen = ranks(_after, 2, tmp_path, str(tmp_path / "after.ckpt"))
     straight = ranks(_run, 2, "lean", None, None, None)
     assert [[s[2] for s in each] for each in seen] == [[s[2] for s in each] for each, _ in straight]
+
+
+def test_lightning_does_not_warn_that_data_cannot_be_resumed(tmp_path):
+    def warned(rank, world_size, port, kind):
+        import warnings
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _run(rank, world_size, port, kind, str(tmp_path / "001.ckpt"), tmp_path, None)
+        return any("is not resumable" in str(each.message) for each in caught)
+
+    ranks(_run, 2, "lean", None, tmp_path, "on_train_batch_end")
+    assert not any(ranks(warned, 2, "lean"))
+    assert ranks(warned, 2, "ddp")[0], "the control"
