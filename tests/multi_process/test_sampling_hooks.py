@@ -242,3 +242,28 @@ def test_an_exception_inside_a_window_repeats_its_samples_and_loses_none(tmp_pat
     for (seen, weight), (whole, want) in zip(again, straight, strict=True):
         assert [s[2] for s in seen] == [s[2] for s in whole[back:]]
         assert torch.allclose(torch.tensor(weight), torch.tensor(want), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("limits", LIMITS)
+def test_another_number_of_ranks_with_validation_and_limits(limits, hook, after, tmp_path):
+    """Other ranks, the same batch size: other steps, but no sample twice and, without a limit, none never."""
+    kwargs = LIMITS[limits]
+    if limits == "steps":  # three epochs of the ranks that go on
+        kwargs = {"max_steps": 100, "max_epochs": EPOCHS}
+    straight = run(True, tmp_path, hook, None, kwargs)
+    paths = sorted(tmp_path.iterdir())[:: 1 if after == 1 else 2]
+    runs = zip(*run(True, None, None, paths, kwargs, after), strict=True)
+    for path, ranks in zip(paths, runs, strict=True):
+        saved = torch.load(path, weights_only=True)
+        data, done = saved["lean_ddp"]["data"], saved["global_step"]
+        assert len({len(seen) for seen in ranks}) == 1
+        for epoch in range(EPOCHS):
+            counts = counts_of(ranks, epoch)
+            counts += counts_of([seen[:done] for seen in straight], epoch)
+            assert max(counts.values()) == 1, (path.name, epoch)
+            if limits != "limited":
+                assert len(counts) == N, (path.name, epoch)
+            elif epoch > data["epoch"]:
+                assert len(counts) == min(N, 3 * SIZE * after), (path.name, epoch)
