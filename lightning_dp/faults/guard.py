@@ -41,6 +41,7 @@ class Guard:
         failing: This rank is leaving with an error. Nothing collective can succeed any more.
         first: The failure that was first, once this rank is failing.
         where: What this rank is doing, for reports.
+        groups: Process groups in which this rank may be blocked.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Guard:
         self.failing = False
         self.first: FailureRecord | None = None
         self.where: Callable[[], str] = str
+        self.groups: Callable[[], Sequence[dist.ProcessGroup]] = tuple
         self.waits = Waits()
         self.sockets = GroupSockets()
         self.channel: FailureChannel | None = None
@@ -131,6 +133,7 @@ class Guard:
             stall_report_s=self.stall_report_s,
             parent_pid=parent_pid,
             where=self.where,
+            groups=self.groups,
         )
         self.watch.start()
 

@@ -32,6 +32,7 @@ class GroupSockets:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Remember the connections opened inside the ``with`` block."""
+        self.pid = os.getpid()  # the object may have been made in the process that forked this one
         before = _connections(self.spared_port)
         yield
         after = _connections(self.spared_port)

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -58,6 +58,7 @@ class Watch:
         stall_report_s: Seconds after which a wait is reported; 0 for never.
         parent_pid: If given, this process ends when that parent has gone.
         where: Says what this rank is doing.
+        groups: The process groups in which this rank may be blocked.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class Watch:
         stall_report_s: float,
         parent_pid: int | None,
         where: Callable[[], str],
+        groups: Callable[[], Sequence[dist.ProcessGroup]],
     ) -> None:
         self.channel = channel
         self.first: FailureRecord | None = None
         self.unwinding = False  # the training thread is on its way out already
         self.hooks: list[Callable[[FailureChannel], None]] = []
-        self.abortable: list[dist.ProcessGroup] = []
         self._peers = peers
         self._waits = waits
         self._interrupter = interrupter
@@ -86,6 +87,7 @@ class Watch:
         self._stall_report_s = stall_report_s
         self._parent_pid = parent_pid
         self._where = where
+        self._groups = groups
         self._told_at = 0.0
         self._cut = False
         self._answered = ""
@@ -159,8 +161,8 @@ class Watch:
         if waited > self._grace_s and not self._cut:
             self._cut = True
             self._sockets.close_all()
-            for group in self.abortable:
-                group.abort()
+            for group in self._groups():
+                group.abort()  # ends NCCL's collectives; gloo's have lost their connections
         self._interrupter.fire(lambda: record.to_error(rank, world_size))
 
     def _store_lost(self, error: BaseException) -> None:

@@ -74,7 +74,8 @@ def check_placement(place: Placement, environment: Mapping[str, str]) -> list[st
 def _check_inherited(place: Placement, environment: Mapping[str, str]) -> None:
     """A program started by a rank inherits its variables, but is no rank."""
     owner = environment.get(PID_VARIABLE)
-    if place.kind == "lightning" and owner and int(owner) != place.pid:
+    alone = place.wanted == 1 and place.local_rank == 0  # meets nobody, whatever it has inherited
+    if place.kind == "lightning" and owner and int(owner) != place.pid and not alone:
         names = " ".join(f"-u {name}" for name in (*RANK_VARIABLES, PARENT_VARIABLE, PID_VARIABLE))
         raise LaunchError(
             f"[lean_ddp] this process ({place.pid}) has inherited the environment of rank "

@@ -91,6 +91,11 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
             )
         )
         session = supervisor.begin_session(_job_key(job))
+        if job is not None and not session.ends_with_job:
+            is_sweep = bool(job.launcher)
+            session.ends_with_job = hydra_seams.on_hydra_job_end(
+                lambda error: _end_job(error, is_sweep=is_sweep)
+            )
         if not self.cluster_environment.creates_processes_externally and self._wanted > 1:
             self._start(session, job)
         run_seams.set_num_threads(self.num_processes)
@@ -126,8 +131,6 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
             WORLD_SIZE=str(self._wanted),
         )
         os.environ[PID_VARIABLE] = str(os.getpid())
-        is_sweep = job is not None and bool(job.launcher)
-        hydra_seams.on_hydra_job_end(lambda error: _end_job(error, is_sweep=is_sweep))
         for local_rank in range(1, self.num_processes):
             rank = node * self.num_processes + local_rank
             env = {**os.environ, "LOCAL_RANK": str(local_rank), "RANK": str(rank)}

@@ -48,6 +48,7 @@ class Session:
         hosts_store: Whether this process hosts it.
         outlives_ranks: Whether a process that is no rank hosts it.
         first_process: Rank 0's, once it was met.
+        ends_with_job: Whether somebody will end it when its Hydra job ends.
         failed: Whether a trainer call of the session has failed.
         dead_ranks: How many ranks are known to have died without a word.
         preempted: Whether all ranks were asked to stop, and did.
@@ -62,6 +63,7 @@ class Session:
         self.hosts_store = False
         self.outlives_ranks = False
         self.first_process: ProcessIdentity | None = None
+        self.ends_with_job = False
         self.failed = False
         self.dead_ranks = 0
         self.preempted = False

@@ -56,6 +56,7 @@ class Supervisor:
         self.guard.on_failure.append(torchrun.record)
         self.guard.waits.engine = self._view.engine_wait
         self.guard.where = self._view.where
+        self.guard.groups = self._view.groups
         self._stopper: Stopper | None = None
         self._session: sessions.Session | None = None
         self.only_launches = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import torch.distributed as dist
+
 from lightning_dp.engine.reducer import Reducer
 from lightning_dp.engine.window import AccumulationWindow
 from lightning_dp.faults.waits import EngineWait
@@ -64,6 +66,13 @@ class View:
             return EngineWait(reducer.sessions)
         what = f"the gradients of step {self.step} (bucket {bucket.index})"
         return EngineWait(reducer.sessions, what, tuple(bucket.names))
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The default group and the engine's own."""
+        found = [dist.group.WORLD] if dist.is_initialized() else []
+        if self.engine.reducer is not None:
+            found.append(self.engine.reducer.group.process_group)
+        return [group for group in found if group is not None]
 
     def where(self) -> str:
         """What this rank is doing, in words."""

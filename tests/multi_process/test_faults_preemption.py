@@ -9,8 +9,10 @@ import time
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch.utils.data import DataLoader
 
+from lightning_dp import LeanDDPStrategy
 from tests.support.ranks import run_ranks
 from tests.support.sampling import Numbers, ValHookLearner, lean
 from tests.support.trainers import free_port, trainer
@@ -108,6 +110,8 @@ def fit(rank, world_size, port, root, kind, stops, resume=False, step_s=0.02, n_
     except SystemExit as stopped:
         code = stopped.code
     timer.cancel()
+    assert "_broadcast_sigterm_tensor" not in vars(made.fit_loop.epoch_loop)  # given back
+    assert "on_batch_end" not in vars(made._logger_connector)
     assert signal.getsignal(signal.SIGTERM) == before
     return code, made.global_step, events.events, module.net.weight.detach().flatten().tolist()
 
@@ -185,3 +189,60 @@ def test_on_preempt_says_whether_a_checkpoint_is_written(on_preempt, code, saved
     results = run_ranks(_ignored, 2, free_port(), tmp_path, on_preempt, init_process_group=False)
     assert {result[0] for result in results} == {code}
     assert len(checkpoints(tmp_path)) == saved
+
+
+def _on_slurm(rank, world_size, port, root):
+    os.environ.update(
+        SLURM_NTASKS="2",
+        SLURM_NTASKS_PER_NODE="2",
+        SLURM_JOB_NAME="train",
+        SLURM_JOB_ID="4711",
+        SLURM_PROCID=str(rank),
+        SLURM_LOCALID=str(rank),
+        SLURM_NODEID="0",
+        SLURM_NODELIST="127.0.0.1",
+        PATH=f"{root}:{os.environ['PATH']}",
+    )
+    module = Slow({"train": lambda: DataLoader(Numbers(48), batch_size=2)}, 0.02)
+    module.val_dataloader = None
+    strategy = LeanDDPStrategy(cluster_environment=SLURMEnvironment())
+    made = trainer(
+        world_size, port, strategy=strategy, root=root, max_epochs=3, limit_val_batches=0
+    )
+    if rank == 1:
+        timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer.daemon = True
+        timer.start()
+    with pytest.raises(SystemExit) as stopped:
+        made.fit(module)
+    return stopped.value.code, made.global_step
+
+
+def test_slurms_requeue_signal_saves_and_requeues_outside_of_the_handler(tmp_path):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/calls\n")
+    scontrol.chmod(0o755)
+    results = run_ranks(_on_slurm, 2, free_port(), tmp_path, init_process_group=False, grace_s=10)
+    (code, step), other = results
+    assert other == (code, step)
+    assert code == 143
+    assert (tmp_path / "calls").read_text() == "requeue 4711\n"
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
+    assert saved["global_step"] == step
+
+
+def _count_broadcasts(rank, world_size, port, root):
+    calls = []
+    plain = torch.distributed.broadcast
+    torch.distributed.broadcast = lambda *a, **k: calls.append(a) or plain(*a, **k)
+    code, steps, _, _ = fit(rank, world_size, port, root, Slow, {}, max_epochs=1, step_s=0.0)
+    return code, steps, len(calls)
+
+
+def test_no_stop_flag_is_broadcast_per_batch(tmp_path):
+    """``ddp`` sends one before each micro-batch, which blocks the host."""
+    for code, steps, broadcasts in run_ranks(
+        _count_broadcasts, 2, free_port(), tmp_path, init_process_group=False
+    ):
+        assert (code, steps) == (0, 12)
+        assert broadcasts < 12

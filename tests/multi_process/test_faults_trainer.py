@@ -1,7 +1,10 @@
 """Failures inside of a Trainer: every rank ends soon, with the cause, and its hooks have run."""
 
+import functools
+import logging
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -85,12 +88,11 @@ def fit(rank, world_size, port, root, failing, place, act, callbacks=(), **optio
     made = trainer(
         world_size,
         port,
-        strategy=lean(error_grace_s=1.0),
         root=root,
         enable_checkpointing=True,
         callbacks=[ends, ModelCheckpoint(root, every_n_train_steps=4, save_last=True), *callbacks],
         num_sanity_val_steps=0,
-        **options,
+        **{"strategy": lean(error_grace_s=1.0), **options},
     )
     try:
         made.fit(Failing(rank, place, act, failing))
@@ -265,3 +267,58 @@ def test_an_environment_that_cannot_work_is_refused_at_once(variables, devices, 
     for part in says:
         assert part in message
     assert seconds < 3
+
+
+def _stall(rank, world_size, port, root):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("lightning_dp.faults").addHandler(handler)
+    act = functools.partial(time.sleep, 4)
+    strategy = lean(stall_report_s=2.0)
+    told = fit(rank, world_size, port, root, 1, "forward", act, strategy=strategy, max_steps=4)
+    assert "error" not in told
+    return "\n".join(lines)
+
+
+def test_a_stall_names_bucket_parameters_and_the_rank_that_has_not_come(tmp_path):
+    waiting, late = run_ranks(_stall, 2, free_port(), tmp_path, init_process_group=False)
+    assert "the gradients of step 2 (bucket 0)" in waiting
+    assert "'net.weight'" in waiting
+    assert "rank 1 has not come: it is running its own code at fit, train, step 2" in waiting
+    assert late == ""
+
+
+def _alone(rank, world_size, root):
+    from lightning.pytorch import Trainer
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    before = dict(os.environ)
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            seen.append([t.name for t in threading.enumerate() if t.name.startswith("lean")])
+            seen.append(trainer.strategy._supervisor.guard.channel)
+
+    made = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy="lean_ddp",
+        logger=False,
+        max_steps=2,
+        callbacks=[Look()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    made.fit(Failing(0, "", boom, -1))
+    changed = {key for key in os.environ if os.environ[key] != before.get(key)}
+    return made.global_step, seen, changed - {"PL_GLOBAL_SEED"}
+
+
+def test_a_world_of_one_has_no_watch_and_no_store(tmp_path):
+    steps, seen, changed = run_ranks(_alone, 1, tmp_path, init_process_group=False)[0]
+    assert steps == 2
+    assert seen == [[], None] * 2
+    assert not {name for name in changed if name.startswith(("LEAN", "RANK", "LOCAL"))}

@@ -74,7 +74,7 @@ def test_a_sweeper_that_draws_numbers_and_devices_that_change(tmp_path):
     assert run.left == []
     (sweep,) = tmp_path.glob("multirun/*/*")
     drawn = []
-    for job, devices in enumerate((2, 1, 3, 2)):
+    for job, devices in enumerate((2, 3, 2, 1)):
         ranks = told(sweep / str(job))
         assert set(ranks) == set(range(devices))
         assert len({rank["config"]["foo"] for rank in ranks.values()}) == 1

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +56,14 @@ def test_a_request_to_stop_the_launching_process_stops_all_ranks(tmp_path):
     )
     assert again.code == 0, again.out
     assert f"FINALLY rank 1 from {saved['global_step']} at" in again.out
+
+
+def test_a_program_from_stdin_is_refused_with_the_fix(tmp_path):
+    text = f"import sys; sys.argv = ['-', {str(tmp_path)!r}]\n{Path(TRAIN).read_text()}"
+    run = run_program(python("-"), cwd=tmp_path, stdin=text)
+    assert run.code == 1
+    assert "read from stdin" in run.out
+    assert "lean_ddp_notebook" in run.out
 
 
 def test_ctrl_c_ends_all_ranks(tmp_path):

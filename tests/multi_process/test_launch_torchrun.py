@@ -23,10 +23,25 @@ def test_the_summary_shows_the_real_traceback(tmp_path):
     assert "<N/A>" not in summary
 
 
-def test_a_restarted_run_resumes_where_it_was(tmp_path):
-    args = (TRAIN, str(tmp_path), "1:train:kill", "step=7", "steps=9")
-    run = run_program(torchrun("--max-restarts=1", *args), cwd=tmp_path, timeout_s=200)
+def test_a_restarted_hydra_run_resumes_in_its_folder(tmp_path):
+    """Hydra puts the time into the folder's name; a restart must find its checkpoints all the same."""
+    options = [
+        "experiment=digits",
+        "ckpt_path=last",
+        "trainer.max_epochs=1",
+        "trainer.limit_train_batches=8",
+        "+callbacks.model_checkpoint.every_n_train_steps=2",
+        "callbacks.model_checkpoint.monitor=null",
+        "+callbacks.fault={_target_: tests.programs.fault_callback.FailOnce, rank: 1, step: 5}",
+        "trainer.enable_progress_bar=false",
+        "test=false",
+        f"paths.log_dir={tmp_path}/runs",
+    ]
+    app = ["-m", "lightning_dp.app.train", *options]
+    run = run_program(torchrun("--max-restarts=1", *app), cwd=tmp_path, timeout_s=200)
     assert run.code == 0, run.out
     assert run.left == []
-    assert "FINALLY rank 0 from 6 at 9" in run.out
-    assert "FINALLY rank 1 from 6 at 9" in run.out
+    begins = {line for line in run.out.splitlines() if line.startswith("BEGINS")}
+    assert begins == {f"BEGINS rank {rank} at {step}" for rank in (0, 1) for step in (0, 4)}
+    (folder,) = (tmp_path / "runs").glob("*/*")
+    assert (folder / "checkpoints" / "last.ckpt").exists()

@@ -33,6 +33,7 @@ def place(**changes):
         (place(), {"LOCAL_RANK": "0", "MASTER_PORT": "1", "WORLD_SIZE": "4"}, "WORLD_SIZE=4"),
         (place(), {PID_VARIABLE: "99", "LOCAL_RANK": "1"}, "inherited.*env -u RANK"),
         (place(external=False), {PID_VARIABLE: "99"}, "inherited"),
+        (place(devices=1, world_size=1, local_rank=1), {PID_VARIABLE: "99"}, "inherited"),
     ],
 )
 def test_refused(placement, environment, says):
@@ -49,6 +50,7 @@ def test_refused(placement, environment, says):
         (place(kind="torchrun", num_nodes=2, world_size=4), {PID_VARIABLE: "99"}),
         (place(), {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}),
         (place(devices=1, world_size=1), {"LOCAL_RANK": "0"}),
+        (place(devices=1, world_size=1), {"LOCAL_RANK": "0", PID_VARIABLE: "99"}),
     ],
 )
 def test_accepted_without_a_word(placement, environment):
