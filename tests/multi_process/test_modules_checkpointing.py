@@ -103,7 +103,9 @@ def _late(rank, world_size):
     """Shared re-entrant blocks appear after the order was learnt, on one rank only."""
     module = seeded(lambda: Checkpointed("once"))
     found = []
-    alone = LayoutOptions(cap_bytes=64, first_bytes=64, last_bytes=64)  # each parameter leaves at once
+    alone = LayoutOptions(
+        cap_bytes=64, first_bytes=64, last_bytes=64
+    )  # each parameter leaves at once
     with Harness(module, options=alone) as harness:
         for index in range(4):
             module.zero_grad()
