@@ -185,6 +185,11 @@ class WindowKeeper:
         return not self._stepped and self._done > 0
 
     @property
+    def waiting(self) -> int:
+        """Micro-batches of automatic optimization without their optimizer step; the running one counts."""
+        return 0 if self._stepped or self._manual_backwards else self._done
+
+    @property
     def _done(self) -> int:
         return self._manual_backwards or self.window.position + self._ran
 

@@ -541,7 +541,8 @@ class LeanDDPStrategy(DDPStrategy):
         ):
             return
         self._engine.add_to(checkpoint)
-        self._data_plane.save_checkpoint(checkpoint)  # after the window, which decides the position
+        # After the window's entry, which decides where the data goes on.
+        self._data_plane.save_checkpoint(checkpoint, self._engine.windows.waiting)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(

@@ -163,13 +163,18 @@ class DataPlane:
 
     # Checkpoints
 
-    def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], waiting: int = 0) -> None:
         """Add the data state. After the window's entry, which decides where the state is.
+
+        Args:
+            checkpoint: About to be written.
+            waiting: Micro-batches that wait for their optimizer step, the running one included. They count
+                as trained only if ``checkpoint["lean_ddp"]["window"]`` holds their gradients.
 
         Collective: every rank if a training loader is stateful, unless training is failing.
         """
         if self._training is not None and self._training.entries:
-            save(self._training, checkpoint)
+            save(self._training, checkpoint, waiting)
 
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Remember where a loaded checkpoint says training is. Local."""

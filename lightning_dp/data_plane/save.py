@@ -15,18 +15,24 @@ from lightning_dp.data_plane.training import Entry, TrainingData
 log = logging.getLogger(__name__)
 
 
-def save(training: TrainingData, checkpoint: dict[str, Any]) -> None:
+def save(training: TrainingData, checkpoint: dict[str, Any], waiting: int) -> None:
     """Put the data state into ``checkpoint["lean_ddp"]["data"]``.
 
     If the checkpoint holds the partial gradients of an unfinished accumulation window (an entry
     ``checkpoint["lean_ddp"]["window"]``), the state is that of the last micro-batch. If it does not, the
     batches since the last optimizer step count as not trained: they come again on resume.
 
+    Args:
+        training: The loaders.
+        checkpoint: About to be written.
+        waiting: Micro-batches that wait for their optimizer step, the running one included.
+
     Collective: every rank if a training loader is stateful, unless training is failing or over.
     """
     ours = checkpoint.setdefault("lean_ddp", {})
     epoch, batches = _where(training)
-    rewind = 0 if ours.get("window") else min(batches, _unfinished(training, batches))
+    unfinished = 0 if ours.get("window") else _unfinished(training, waiting)
+    rewind = min(batches, unfinished)
     training.progress.rewind = rewind
     try:
         states = _loader_states(training, checkpoint, rewind)
@@ -45,11 +51,13 @@ def save(training: TrainingData, checkpoint: dict[str, Any]) -> None:
         loader_states=states,
         reload_epoch=loader_seams.reload_epoch(trainer),
     ).to_checkpoint()
-    if rewind and ranks.shard.rank == 0:
+    if unfinished and ranks.shard.rank == 0:
+        lost = unfinished - rewind
         log.info(
             "lean_ddp: the checkpoint lies inside an accumulation window whose gradients it does not"
-            " hold; on resume, %d batch(es) of each rank are trained again.",
+            " hold; on resume, %d batch(es) of each rank are trained again%s.",
             rewind,
+            f", and {lost} of the epoch before are not" if lost else "",
         )
 
 
@@ -69,12 +77,12 @@ def _where(training: TrainingData) -> tuple[int, int]:
     return progress.epoch, at.done
 
 
-def _unfinished(training: TrainingData, batches: int) -> int:
-    """Batches since the last optimizer step."""
-    module = training.trainer.lightning_module
-    if not module.automatic_optimization or training.progress.epoch is None:
+def _unfinished(training: TrainingData, waiting: int) -> int:
+    """Batches that were trained since the last optimizer step."""
+    if training.progress.epoch is None:
         return 0
-    return batches % training.trainer.accumulate_grad_batches
+    at = loader_seams.position(training.trainer)
+    return max(0, waiting - (at.begun - at.done))
 
 
 def _loader(training: TrainingData, entry: Entry, epoch: int, batches: int) -> LoaderState:

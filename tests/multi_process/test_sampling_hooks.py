@@ -219,36 +219,67 @@ def test_without_partial_gradients_it_goes_back_to_the_last_step(tmp_path):
 
 
 class _Dies(pl.Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.fit_loop.epoch_loop.batch_progress.total.processed == 3:
+    """Raise after so many batches, in the hook that comes after a batch or inside the next one."""
+
+    def __init__(self, batches, hook):
+        self.batches = batches
+        setattr(self, hook, self._look)
+
+    def _look(self, trainer, *_):
+        if trainer.fit_loop.epoch_loop.batch_progress.total.processed == self.batches:
             raise KeyError("on purpose")
 
 
-def _dies(rank, world_size, port, folder):
+def _dies(rank, world_size, port, folder, batches, hook, accumulate, path):
     module = HookLearner({"train": lambda: loader(N, SIZE, shuffle=True)})
     with pytest.raises(KeyError):
-        fit(rank, world_size, port, module, max_epochs=2, accumulate_grad_batches=2,
-            callbacks=[_Dies(), SaveAt(folder, "on_exception")])  # fmt: skip
+        fit(rank, world_size, port, module, path, max_epochs=2, accumulate_grad_batches=accumulate,
+            callbacks=[_Dies(batches, hook), SaveAt(folder, "on_exception")])  # fmt: skip
     return module.seen
 
 
-def test_an_exception_inside_a_window_repeats_its_samples_and_loses_none(tmp_path):
+@pytest.mark.parametrize(
+    ("batches", "hook", "back"),
+    [
+        (3, "on_train_batch_end", 2),
+        (3, "on_before_backward", 2),
+        (3, "on_before_optimizer_step", 2),
+        (4, "on_train_batch_end", 0),  # the epoch is over
+        (5, "on_before_backward", 0),
+        (6, "on_train_batch_end", 2),
+    ],
+)
+def test_an_exception_inside_a_window_repeats_its_samples_and_loses_none(
+    batches, hook, back, tmp_path
+):
     straight = accumulates(2, tmp_path / "whole", None, 2, 3)
-    run_ranks(_dies, RANKS, free_port(), tmp_path, init_process_group=False)
+    run_ranks(_dies, RANKS, free_port(), tmp_path, batches, hook, 2, None, init_process_group=False)
     saved = torch.load(tmp_path / "000.ckpt", weights_only=True)["lean_ddp"]
-    again = accumulates(2, tmp_path, str(tmp_path / "000.ckpt"), 2, 3)
-    back = 3 if saved.get("window") else 2
+    assert "window" not in saved, "an exception may be on one rank: nothing is exchanged"
     assert saved["data"]["batches"] == back
+    first = saved["data"]["epoch"] * STEPS + back
+    again = accumulates(2, tmp_path, str(tmp_path / "000.ckpt"), 2, 3)
     for (seen, weight), (whole, want) in zip(again, straight, strict=True):
-        assert [s[2] for s in seen] == [s[2] for s in whole[back:]]
+        assert [s[2] for s in seen] == [s[2] for s in whole[first:]]
         assert torch.allclose(torch.tensor(weight), torch.tensor(want), rtol=0, atol=1e-12)
+
+
+def test_windows_that_begin_in_the_middle_are_gone_back_over_too(tmp_path):
+    """2 x 2 batches of windows of 2, gone on with windows of 3: their steps are at 2+3, 2+6."""
+    accumulates(2, tmp_path, None, 2, 3)
+    path, then = str(tmp_path / "001.ckpt"), tmp_path / "then"
+    run_ranks(
+        _dies, RANKS, free_port(), then, 3, "on_train_batch_end", 3, path, init_process_group=False
+    )
+    saved = torch.load(then / "000.ckpt", weights_only=True)["lean_ddp"]
+    assert saved["data"]["batches"] == 2, "one micro-batch waits for its step"
 
 
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("limits", LIMITS)
 def test_another_number_of_ranks_with_validation_and_limits(limits, hook, after, tmp_path):
-    """Other ranks, the same batch size: other steps, but no sample twice and, without a limit, none never."""
+    """Other ranks, the same batch size: other steps, but no sample twice, and none never."""
     kwargs = LIMITS[limits]
     if limits == "steps":  # three epochs of the ranks that go on
         kwargs = {"max_steps": 100, "max_epochs": EPOCHS}
