@@ -82,6 +82,15 @@ def not_traced(hook: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors share ``tensor``'s memory (plus one); always 0 where torch does not count.
+
+    Then only Python references to gradients protect what a user kept, not further views of them.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return int(count(tensor.untyped_storage()._cdata)) if count is not None else 0
+
+
 def keep_dynamo_out() -> bool:
     """Tell dynamo, if it is in use, not to trace the engine; return whether it knows.
 

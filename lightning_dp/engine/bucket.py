@@ -11,11 +11,13 @@ averaged with the rest, so a flag above zero means "some rank used it" ([Note: u
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.engine.autograd_seams import storage_uses
 from lightning_dp.engine.window import CONTROL_SIZE
 
 ALIGN_BYTES = 16
@@ -163,16 +165,32 @@ class Bucket:
             self.flags = flat[self.grad_numel : flags_end]
             self.control = flat[flags_end:]
             self.flat = flat
+            self._references = self._count_references()
         return self.flat
 
-    def release(self) -> bool:
-        """Give the storage back if no parameter holds a gradient in it; return whether it did.
+    def _count_references(self) -> list[int]:
+        assert self.flat is not None
+        views = (slot.grad_view for slot in self.slots)
+        return [storage_uses(self.flat), *(sys.getrefcount(v) for v in views if v is not None)]
 
-        Only references are dropped: a view that somebody else kept stays valid. Gradients of another
-        dtype than the bucket's are not in it.
+    def should_release(self) -> bool:
+        """Whether the next backward had better begin with new memory.
+
+        That is so where it is cheap, and where somebody kept a gradient of an earlier step (``g =
+        p.grad``, or a view of it): it must keep its values, as on one device.
         """
-        held = zip(self.slots, self.same_dtype, strict=True)
-        if self.flat is None or any(same and slot.param.grad is not None for slot, same in held):
+        if self.flat is None:
+            return False
+        return self.worth_releasing or self._count_references() != self._references
+
+    def release(self) -> bool:
+        """Give the storage back if no parameter's gradient is in it; return whether it did.
+
+        Only references are dropped: a view that somebody else kept stays valid.
+        """
+        if self.flat is None:
+            return False
+        if any(s.grad_view is not None and s.param.grad is s.grad_view for s in self.slots):
             return False
         for slot in self.slots:
             slot.view = slot.grad_view = None

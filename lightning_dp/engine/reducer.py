@@ -132,11 +132,12 @@ class Reducer:
         """Give back the memory of buckets in which no gradient lives; return the bytes.
 
         Called before a forward, and before a backward: Lightning zeroes gradients between the two, and
-        that is when activations need most memory. Buckets of many small gradients keep theirs.
+        that is when activations need most memory. Buckets of many small gradients keep theirs, unless
+        somebody kept one of these gradients.
         """
         if self._session is not None:
             return 0
-        buckets = [bucket for bucket in self.layout.buckets if bucket.worth_releasing]
+        buckets = [bucket for bucket in self.layout.buckets if bucket.should_release()]
         return sum(bucket.nbytes for bucket in buckets if bucket.release())
 
     # One backward
@@ -160,7 +161,7 @@ class Reducer:
         Args:
             loss: Any shape; a loss without gradient is left alone.
         """
-        self.release_storage()
+        self.release_storage()  # not only when the first gradient arrives: then activations are gone
         if self.window.reduces and loss.requires_grad:
             ref = weakref.ref(self)
 
@@ -286,6 +287,7 @@ class Reducer:
             self.abort(
                 RuntimeError("an earlier backward ended without its end-of-backward callback")
             )
+        self.release_storage()
         self.sessions += 1
         session = Session(self, self.sessions, task)
         if self.layout.options.tune and self.sessions == TUNE_AT and self.wire.carries_flags:

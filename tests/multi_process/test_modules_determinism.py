@@ -171,3 +171,48 @@ def _start(rank, world_size, how):
 def test_c30_replicas_are_compared_at_the_start(world_size, how, name):
     for found in run_ranks(_start, world_size, how):
         assert found == (None if name is None else ((name,), (world_size - 1,)))
+
+
+# Not a report of its own: a gradient that the user kept has the same values after the next backward, as
+# on one device. ddp(gradient_as_bucket_view=True): it is overwritten.
+
+
+def _kept_gradients(rank, world_size, raw):
+    module = seeded(branches)
+    with Harness(module) as harness:
+        kept = []
+        for index in range(5):
+            torch.manual_seed(10 * index + rank)
+            module.zero_grad()
+            loss = module(data()).square().mean()
+            if raw:
+                loss.backward()
+                harness.reducer.finalize()
+            else:
+                harness.backward(loss)
+            if index % 2:
+                held = (
+                    module.last.weight.grad if index == 1 else module.last.weight.grad.detach()[:2]
+                )
+                kept.append((held, held.clone()))
+                del held
+            for held, values in kept:
+                assert torch.equal(held, values)
+        held = module.first.weight.grad  # not zeroed: one tensor, in place, as on one device
+        harness.backward(module(data()).square().mean())
+        assert held is module.first.weight.grad
+        flats = [bucket.flat for bucket in harness.reducer.layout.buckets]
+        del held, kept
+        for _ in range(2):
+            module.zero_grad()
+            harness.backward(module(data()).square().mean())
+        again = [bucket.flat for bucket in harness.reducer.layout.buckets]
+        assert all(a is b for a, b in zip(flats, again, strict=True)), (
+            "nothing is kept: memory is reused"
+        )
+
+
+@both_worlds
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_gradient_that_was_kept_keeps_its_values(world_size, raw):
+    run_ranks(_kept_gradients, world_size, raw)
