@@ -82,7 +82,7 @@ def not_traced(hook: Callable[..., None]) -> Callable[..., None]:
     return hook
 
 
-def storage_uses(tensor: Tensor) -> int:
+def storage_uses(tensor: torch.Tensor) -> int:
     """How many tensors share ``tensor``'s memory (plus one); always 0 where torch does not count.
 
     Then only Python references to gradients protect what a user kept, not further views of them.
