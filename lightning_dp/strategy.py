@@ -336,7 +336,9 @@ class LeanDDPStrategy(DDPStrategy):
         def call() -> Any:
             return self._data_plane.reduce(tensor, reduce_op, plain)
 
-        return self._supervisor.while_waiting("reduce", call, tensor)
+        # A user's group leaves ranks out, whose collectives are then numbered differently.
+        what = "reduce" if group is None else ""
+        return self._supervisor.while_waiting(what, call, tensor)
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False

@@ -173,10 +173,17 @@ class Supervisor:
     def while_waiting(self, what: str, call: Callable[[], T], alone: T) -> T:
         """Communicate through ``call``; where this rank is failing, do not, and return ``alone``.
 
+        Args:
+            what: Names it in reports; empty for one in which not all ranks take part.
+            call: Communicates.
+            alone: Returned instead.
+
         Collective: as ``call``'s.
         """
         if self.guard.failing:
             return alone
+        if not what:
+            return call()
         with self.guard.waits.waiting(what):
             return call()
 
