@@ -677,7 +677,9 @@ def _plain_loader(rank, world_size, port, rows, stop_after, path, resume):
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 5, 8])
 def test_resume_inside_a_window_with_the_users_own_loader(stop_after, tmp_path):
     draw = random.Random(2)
-    rows = make_rows([draw.randint(1, 30) for _ in range(54)])  # 9 micro-batches: the last window has 1
+    rows = make_rows(
+        [draw.randint(1, 30) for _ in range(54)]
+    )  # 9 micro-batches: the last window has 1
     whole = ranks(_plain_loader, 2, rows, 10**6, "", False)[0]
     path = str(tmp_path / "inside.ckpt")
     ranks(_plain_loader, 2, rows, stop_after, path, False)

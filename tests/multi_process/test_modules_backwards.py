@@ -223,7 +223,7 @@ def _without_seams(rank, world_size, names):
         if name == "queue_callback":
             torch.autograd.Variable._execution_engine = NoCallbacks()
             assert not autograd_seams.has_end_of_backward()
-        elif name == "_current_graph_task_id" or name == "_current_graph_task_id":
+        elif name == "_current_graph_task_id":
             autograd_seams.graph_task_id = autograd_seams._one_task  # looked up once, at import
         else:
             delattr(torch._C, name)
