@@ -45,20 +45,13 @@ def find_first(
 
     Collective: none. Blocks for ``grace_s`` at most.
     """
-
-    def wait_for(look: Callable[[], FailureRecord | None]) -> FailureRecord | None:
-        deadline = time.monotonic() + max(grace_s, _CAUSE_KNOWN_AFTER_S)
-        while (found := look()) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return found
-
     try:
         own = FailureRecord.from_exception(channel.rank, error, where)
         first = None
         if is_consequence(error):
             watch.hurry()
             question = channel.ask()
-            first = wait_for(lambda: watch.first or channel.first())
+            first = _wait_for(lambda: watch.first or channel.first(), grace_s)
             if first is None:
                 own = _blame(channel, question, own, waited_for)
         if first is None:
@@ -69,7 +62,15 @@ def find_first(
             channel.acknowledge()
         return first
     except dist.DistError:  # the store has gone, and the watching thread says with whom
-        return wait_for(lambda: watch.first)
+        return _wait_for(lambda: watch.first, grace_s)
+
+
+def _wait_for(look: Callable[[], FailureRecord | None], grace_s: float) -> FailureRecord | None:
+    """What ``look`` finds in time."""
+    deadline = time.monotonic() + max(grace_s, _CAUSE_KNOWN_AFTER_S)
+    while (found := look()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
 
 
 def _blame(

@@ -57,22 +57,28 @@ def join(
     if session.store is None:
         address = (environment.main_address, environment.main_port)
         reach_store(session, rank, address, timeout_s)
+    meeting = _meet(session, timeout_s)
+    guard.sockets.spared_port = session.port
+    if not dist.is_initialized():
+        _make_group(strategy, meeting, guard)
+    _watch(session, meeting, guard, preemption)
+
+
+def _meet(session: Session, timeout_s: float) -> Meeting:
+    """Wait for the others and compare jobs. Collective: every rank. Blocks."""
     assert session.store is not None
     job = hydra_seams.hydra_job()
     meeting = meet(
         session.store,
-        rank,
-        world_size,
+        session.rank,
+        session.world_size,
         {**describe_this_rank(), "job": job.describe() if job is not None else None},
         timeout_s=timeout_s,
         check=session.check_peers,
     )
     session.first_process = meeting.processes[0]
-    compare_members(meeting.members, rank)
-    guard.sockets.spared_port = session.port
-    if not dist.is_initialized():
-        _make_group(strategy, meeting, guard)
-    _watch(session, meeting, guard, preemption)
+    compare_members(meeting.members, session.rank)
+    return meeting
 
 
 def _make_group(strategy: DDPStrategy, meeting: Meeting, guard: Guard) -> None:

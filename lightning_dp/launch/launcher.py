@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -165,8 +164,3 @@ def _end_job(error: BaseException | None, *, is_sweep: bool) -> BaseException | 
 
 def _job_key(job: HydraJob | None) -> str:
     return f"{job.output_dir}#{job.number}" if job is not None else "program"
-
-
-def in_main_thread() -> bool:
-    """Whether signals can be handled here."""
-    return threading.current_thread() is threading.main_thread()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +72,7 @@ class Stopper:
 
     def install(self) -> None:
         """Take over the signals and the places where the loops look. Undone by :meth:`remove`."""
-        from lightning_dp.launch.launcher import in_main_thread
-
-        if in_main_thread():
+        if threading.current_thread() is threading.main_thread():  # only there signals are handled
             self._preemption.install(self._signals)
             self._undo.append(self._remove_handlers)
         self._undo += [
