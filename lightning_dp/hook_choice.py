@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_dp.engine.comm_hooks import CommHookWire
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.hook_state import hook_state, load_hook_state
+from lightning_dp.engine.hook_state import forget, hook_state, load_hook_state
 from lightning_dp.engine.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -83,7 +83,10 @@ class HookChoice:
     def restore(self, reducer: Reducer) -> None:
         """Put the loaded state back, once there is an engine. Every rank calls it."""
         saved, self._saved = self._saved, None
-        if saved is None or self._hook is None:
+        if self._hook is None:
+            return
+        if saved is None:
+            forget(self._state)  # an earlier fit's buckets were others
             return
         told = load_hook_state(self._state, saved, reducer.group)
         reducer.layout.remembered = list(saved["layout"])

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.hook_state import forget
+from lightning_dp.engine.hook_state import BY_BUCKET, forget
 from lightning_dp.engine.wire import Done, InFlight
 from lightning_dp.errors import ConfigError
 
@@ -177,7 +177,7 @@ class CommHookWire:
     def _forget_what_is_not_finite(self, bucket: Bucket) -> None:
         memories = [
             memory
-            for name in ("error_dict", "p_memory_dict", "q_memory_dict")
+            for name in BY_BUCKET
             if isinstance(memory := getattr(self.state, name, None), dict)
         ]
         # The error is each rank's own; the gradient is not finite on any rank if it is on one, and

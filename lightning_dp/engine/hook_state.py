@@ -23,6 +23,7 @@ from lightning_dp.engine.layout import Layout
 
 FORMAT = 1
 PER_RANK = ("error_dict",)  # what differs between ranks
+BY_BUCKET = (*PER_RANK, "p_memory_dict", "q_memory_dict")  # keyed by a bucket's number
 # Given to the constructors of torch's states: a resumed run may choose others, and then keeps them.
 SETTINGS = {
     "matrix_approximation_rank",
@@ -104,7 +105,7 @@ def load_hook_state(state: object, saved: Mapping[str, Any], group: ReplicaGroup
     if changed:
         told = f"{', '.join(changed)} changed: what it kept of each bucket begins empty"
         own = {name: {} for name in own}
-        common = {name: {} if _by_bucket(value) else value for name, value in common.items()}
+        common = {name: {} if name in BY_BUCKET else value for name, value in common.items()}
     if hasattr(state, "load_state_dict"):
         state.load_state_dict({**common, **own})
         return told
@@ -117,14 +118,11 @@ def load_hook_state(state: object, saved: Mapping[str, Any], group: ReplicaGroup
 
 
 def forget(state: object) -> None:
-    """Drop what belongs to buckets that no longer exist; the hook begins it anew."""
-    for value in _attributes(state).values():
-        if _by_bucket(value):
-            value.clear()
-
-
-def _by_bucket(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value) and all(isinstance(key, int) for key in value)
+    """Drop what PowerSGD keeps of buckets that no longer exist; it begins anew."""
+    for name in BY_BUCKET:
+        table = getattr(state, name, None)
+        if isinstance(table, dict):
+            table.clear()
 
 
 def _attributes(state: object) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 
 import pytest
 import torch
@@ -121,6 +122,22 @@ def test_power_sgd_resumes_on_another_number_of_ranks_and_says_what_it_lost(tmp_
         False,
         False,
     ]
+
+
+def _fit_twice(rank, world_size, port):
+    state = power()
+    environment = dict(os.environ)
+    for epochs, frozen in ((2, True), (2, False)):  # the second fit has other buckets
+        os.environ.update(environment)  # Lightning's environment forgets its variables after a fit
+        module = Wide()
+        module.backbone[0].requires_grad_(not frozen)
+        fit(module, rank, world_size, port, strategy(state), max_epochs=epochs)
+        _weights(module)
+    assert state.iter == 16
+
+
+def test_a_second_fit_begins_with_empty_buckets():
+    ranks(_fit_twice, 2)
 
 
 def _local_sgd(rank, world_size, port, apart):

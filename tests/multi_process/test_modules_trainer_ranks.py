@@ -109,6 +109,41 @@ def test_b18_an_exception_of_one_rank_reaches_all():
     assert found == ["RankFailedError", "ValueError"]
 
 
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("boom in backward")
+
+
+class FailingBackward(Base):
+    step = 0
+
+    def loss(self, x):
+        features = self.backbone(x)
+        if self.trainer.global_rank == 1 and self.trainer.global_step == self.step:
+            features = Boom.apply(features)
+        return self.head(features).square().mean()
+
+
+def _failing_backward(rank, world_size, port, step, hook):
+    module = FailingBackward()
+    module.step = step
+    with pytest.raises((ValueError, RankFailedError), match="boom") as caught:
+        fit(module, rank, world_size, port, lean(ddp_comm_hook=hook))
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize(
+    ("step", "hook"), [(0, None), (2, None), (2, default_hooks.allreduce_hook)]
+)
+def test_b18_a_backward_that_dies_before_or_after_the_order_is_known(step, hook):
+    assert ranks(_failing_backward, 2, step, hook) == ["RankFailedError", "ValueError"]
+
+
 # c27. ddp(static_graph=True): on_after_backward sees gradients that are not averaged yet.
 
 
