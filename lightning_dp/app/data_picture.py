@@ -68,19 +68,20 @@ def plan(args: argparse.Namespace) -> list[Stage]:
     shards = [Shard(rank, args.then_ranks, args.seed) for rank in range(args.then_ranks)]
     plain: DataLoader[Any] = DataLoader(range(args.samples), batch_size=args.batch)  # type: ignore[arg-type]
     evaluation = [EvalBatches(LoaderParts.of(plain), shard) for shard in shards]
+    rest = "nothing is left of the epoch" if over else "the rest of the same order"
+    then = f"{args.then_ranks} rank(s)"
     return [
         Stage(
             f"epoch {args.epoch} on {args.ranks} rank(s), stopped after {args.stop_after} step(s)",
             [list(each.local_batches(args.stop_after)) for each in before],
         ),
         Stage(
-            f"resumed on {args.then_ranks} rank(s): "
-            + ("nothing is left of the epoch" if over else "the rest of the same order"),
+            f"resumed on {then}: {rest}",
             [[] if over else list(each) for each in after],
             after[0].first_batch,
         ),
         Stage(
-            f"evaluation on {args.then_ranks} rank(s): each sample once, equal steps",
+            f"evaluation on {then}: each sample once, equal steps",
             [list(each) for each in evaluation],
         ),
     ]

@@ -52,13 +52,16 @@ def save(training: TrainingData, checkpoint: dict[str, Any], waiting: int) -> No
         reload_epoch=loader_seams.reload_epoch(trainer),
     ).to_checkpoint()
     if unfinished and ranks.shard.rank == 0:
-        lost = unfinished - rewind
-        log.info(
-            "lean_ddp: the checkpoint lies inside an accumulation window whose gradients it does not"
-            " hold; on resume, %d batch(es) of each rank are trained again%s.",
-            rewind,
-            f", and {lost} of the epoch before are not" if lost else "",
-        )
+        _tell(rewind, lost=unfinished - rewind)
+
+
+def _tell(rewind: int, lost: int) -> None:
+    log.info(
+        "lean_ddp: the checkpoint lies inside an accumulation window whose gradients it does not hold; on"
+        " resume, %d batch(es) of each rank are trained again%s.",
+        rewind,
+        f", and {lost} of the epoch before are not" if lost else "",
+    )
 
 
 def _where(training: TrainingData) -> tuple[int, int]:
