@@ -42,19 +42,22 @@ class Stage(NamedTuple):
         return Counter(i for own in self.batches for batch in own for i in batch)
 
 
+def _loader(args: argparse.Namespace) -> DataLoader[Any]:
+    return DataLoader(
+        range(args.samples),  # type: ignore[arg-type]
+        batch_size=args.batch,
+        shuffle=not args.in_order,
+        drop_last=args.drop_last,
+    )
+
+
 def plan(args: argparse.Namespace) -> list[Stage]:
     """Deal an epoch: until the stop, after the resume, and an evaluation of the same data.
 
     Raises:
         ValueError: The stop lies behind the end of the epoch.
     """
-    loader: DataLoader[Any] = DataLoader(
-        range(args.samples),  # type: ignore[arg-type]
-        batch_size=args.batch,
-        shuffle=not args.in_order,
-        drop_last=args.drop_last,
-    )
-    parts = LoaderParts.of(loader)
+    parts = LoaderParts.of(_loader(args))
 
     def train(world_size: int, start: Cursor) -> list[TrainBatches]:
         shards = [Shard(rank, world_size, args.seed) for rank in range(world_size)]
