@@ -30,7 +30,7 @@ from lightning_dp.engine import replicas
 from lightning_dp.engine.autograd_seams import NORM_LAYERS
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.registry import ignored_names
-from lightning_dp.errors import some_names
+from lightning_dp.errors import ReplicaMismatchError, some_names
 
 log = logging.getLogger(__name__)
 
@@ -143,10 +143,22 @@ class BufferKeeper:
     def learn(self, changed: list[str]) -> None:
         """Agree on buffers that change in training; send them before each step from now on.
 
+        Raises:
+            ReplicaMismatchError: Ranks have other buffers by now.
+
         Collective: every rank, when any rank saw a change. Blocks.
         """
-        everyone = self.group.all_gather_object(changed)
-        new = [name for name in self._others if any(name in names for names in everyone)]
+        everyone = self.group.all_gather_object((changed, self._describe()))
+        ranks = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+        if ranks:
+            names = sorted(set(everyone[0][1]) ^ set(everyone[ranks[0]][1]))
+            raise ReplicaMismatchError(
+                f"[rank {self.group.rank}] buffers differ between rank 0 and rank(s) {ranks}:"
+                f" {some_names(names)}. Add, remove and resize the same buffers on every rank.",
+                names=names,
+                ranks=ranks,
+            )
+        new = [name for name in self._others if any(name in names for names, _ in everyone)]
         self._each_step += [name for name in new if name not in self._each_step]
         if self.group.rank == 0 and new:
             log.info(
@@ -154,6 +166,10 @@ class BufferKeeper:
                 " now sent from rank 0 before every step.",
                 some_names(new),
             )
+
+    def _describe(self) -> list[str]:
+        found = ((name, self._tensor(name)) for name in self._places)
+        return [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in found if t is not None]
 
     def before_step(self) -> None:
         """Before a window's first forward: make equal what the graph will read.
@@ -186,7 +202,7 @@ class BufferKeeper:
         if not between_steps:
             self._look_again = True
             self.refresh()
-            if self._others and self.mode == "lazy":
+            if self._places and self.mode == "lazy":
                 self.learn(self.changed())
                 self._dirty = False
         mean = [n for n in self._statistics if self.reduce == "mean" and self._is_floating(n)]

@@ -157,3 +157,20 @@ def _large_but_finite(rank, world_size):
 
 def test_check_gradients_is_not_misled_by_large_norms():
     run_ranks(_large_but_finite, 2)
+
+
+def _unequal_buffers(rank, world_size):
+    module = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    with Harness(module, with_keeper=True) as harness:
+        harness.before_step()
+        harness.backward(module(torch.randn(4, 6)).square().sum())
+        if rank == 1:
+            module.register_buffer("extra", torch.ones(3))
+        with pytest.raises(ReplicaMismatchError, match="extra") as caught:
+            harness.keeper.before_use()
+        assert caught.value.ranks == (1,)
+
+
+@both_worlds
+def test_buffers_that_only_one_rank_has_are_named(world_size):
+    run_ranks(_unequal_buffers, world_size)
