@@ -5,17 +5,13 @@ Numbers are those of the list in docs/modules.md. What is about the Trainer is i
 
 from __future__ import annotations
 
-import functools
 import time
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lightning_dp.engine.comm_hooks import CommHookWire
-from lightning_dp.engine.layout import LayoutOptions
-from lightning_dp.errors import ConfigError, RankFailedError
+from lightning_dp.errors import RankFailedError
 from tests.support.parity import Harness, assert_equal_on_all_ranks, check, grads, seeded
 from tests.support.ranks import run_ranks
 from tests.support.spies import CollectiveSpy
@@ -159,56 +155,6 @@ def _penalty(rank, world_size):
 @both_worlds
 def test_b14_gradient_penalty(world_size):
     run_ranks(_penalty, world_size)
-
-
-# b15. ddp: torch's PowerSGD over gloo with more than one bucket aborts the process.
-
-
-def _power_sgd(rank, world_size):
-    module = seeded(lambda: nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)]))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-
-    def wire(group):
-        state = powerSGD_hook.PowerSGDState(
-            group.process_group, matrix_approximation_rank=2, start_powerSGD_iter=3, warm_start=True
-        )
-        return CommHookWire(group, powerSGD_hook.powerSGD_hook, state)
-
-    options = LayoutOptions(cap_bytes=10_000, first_bytes=5_000, last_bytes=5_000)
-    with Harness(module, wire=wire, options=options) as harness:
-        for index in range(12):
-            torch.manual_seed(10 * index + rank)
-            optimizer.zero_grad()
-            harness.backward(module(torch.randn(4, 32)).square().mean())
-            optimizer.step()
-            assert_equal_on_all_ranks(dict(module.named_parameters()))
-        assert len(harness.reducer.layout.buckets) > 3
-
-
-@both_worlds
-def test_b15_power_sgd_on_gloo_with_several_buckets(world_size):
-    run_ranks(_power_sgd, world_size)
-
-
-def _refused(rank, world_size):
-    with Harness(net()) as harness:
-        from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
-
-        for hook in (
-            powerSGD_hook.batched_powerSGD_hook,
-            functools.partial(powerSGD_hook.batched_powerSGD_hook),
-            quantization_hooks.quantization_pertensor_hook,
-            quantization_hooks.quantization_perchannel_hook,
-        ):
-            with pytest.raises(ConfigError, match="cannot work here"):
-                CommHookWire(harness.group, hook)
-        for wrap in (default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper):
-            with pytest.raises(ConfigError, match="cannot work here"):
-                CommHookWire(harness.group, powerSGD_hook.batched_powerSGD_hook, None, wrap)
-
-
-def test_b15_hooks_that_cannot_work_are_refused_with_the_reason():
-    run_ranks(_refused, 2)
 
 
 # b18. ddp: an exception on one rank leaves the others waiting until the group's timeout.

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 
 from lightning_dp.engine.comm_hooks import CommHookWire
 from lightning_dp.engine.layout import LayoutOptions
+from lightning_dp.errors import ConfigError
 from tests.support.parity import (
     Harness,
     assert_equal_on_all_ranks,
@@ -193,3 +194,53 @@ def test_power_sgd_recovers_from_a_loss_scalers_overflow(world_size):
 
 def test_control_without_healing_every_later_step_is_skipped():
     assert run_ranks(_heals, 2, False) == [[False] * 4 + [True] * 3] * 2
+
+
+# b15. ddp: torch's PowerSGD over gloo with more than one bucket aborts the process.
+
+
+def _power_sgd(rank, world_size):
+    module = seeded(lambda: nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)]))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+
+    def wire(group):
+        state = powerSGD_hook.PowerSGDState(
+            group.process_group, matrix_approximation_rank=2, start_powerSGD_iter=3, warm_start=True
+        )
+        return CommHookWire(group, powerSGD_hook.powerSGD_hook, state)
+
+    options = LayoutOptions(cap_bytes=10_000, first_bytes=5_000, last_bytes=5_000)
+    with Harness(module, wire=wire, options=options) as harness:
+        for index in range(12):
+            torch.manual_seed(10 * index + rank)
+            optimizer.zero_grad()
+            harness.backward(module(torch.randn(4, 32)).square().mean())
+            optimizer.step()
+            assert_equal_on_all_ranks(dict(module.named_parameters()))
+        assert len(harness.reducer.layout.buckets) > 3
+
+
+@both_worlds
+def test_b15_power_sgd_on_gloo_with_several_buckets(world_size):
+    run_ranks(_power_sgd, world_size)
+
+
+def _refused(rank, world_size):
+    with Harness(net()) as harness:
+        from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+        for hook in (
+            powerSGD_hook.batched_powerSGD_hook,
+            functools.partial(powerSGD_hook.batched_powerSGD_hook),
+            quantization_hooks.quantization_pertensor_hook,
+            quantization_hooks.quantization_perchannel_hook,
+        ):
+            with pytest.raises(ConfigError, match="cannot work here"):
+                CommHookWire(harness.group, hook)
+        for wrap in (default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper):
+            with pytest.raises(ConfigError, match="cannot work here"):
+                CommHookWire(harness.group, powerSGD_hook.batched_powerSGD_hook, None, wrap)
+
+
+def test_b15_hooks_that_cannot_work_are_refused_with_the_reason():
+    run_ranks(_refused, 2)
