@@ -112,9 +112,15 @@ class EngineOptions:
             first_bytes=min(cap, MIB),
             last_bytes=min(cap, MIB),
             reduce_dtype=dtype,
-            # On an accelerator gradients arrive when the host does not look; there the default holds.
-            tune=self.bucket_cap_mb == "auto" and device.type == "cpu",
+            tune=self._may_tune(device),
         )
+
+    def _may_tune(self, device: torch.device) -> bool:
+        # On an accelerator gradients arrive when the host does not look; there the default holds. What
+        # is chosen by the clock differs between runs, and on three ranks or more another layout adds
+        # in another order: ``Trainer(deterministic=True)`` keeps the default too.
+        measurable = self.bucket_cap_mb == "auto" and device.type == "cpu"
+        return measurable and not torch.are_deterministic_algorithms_enabled()
 
 
 def as_timedelta(name: str, value: timedelta | float | None) -> timedelta | None:

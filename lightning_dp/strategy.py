@@ -47,7 +47,8 @@ class LeanDDPStrategy(DDPStrategy):
     other than ``forward`` stay as they are. All arguments are keyword-only and can be written in YAML.
 
     Args:
-        bucket_cap_mb: Most MiB of gradients sent in one message, or ``"auto"``.
+        bucket_cap_mb: About how many MiB of gradients make one message, or ``"auto"``: chosen by
+            measuring the first steps and the link, unless the Trainer is ``deterministic``.
         reduce_dtype: Type in which gradients are averaged, ``"fp32"`` or ``"bf16"``; ``None`` uses each
             gradient's own. ``float64`` always keeps its own.
         ddp_comm_hook: A hook of ``torch.distributed.algorithms.ddp_comm_hooks``, or any callable with

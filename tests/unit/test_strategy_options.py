@@ -6,6 +6,7 @@ import importlib
 import inspect
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
@@ -13,6 +14,7 @@ import lightning_dp
 from lightning_dp import LeanDDPStrategy
 from lightning_dp.batch_plan import batch_plan
 from lightning_dp.errors import ConfigError, LeanDDPError
+from lightning_dp.options import EngineOptions
 
 
 def test_every_name_is_registered():
@@ -124,3 +126,15 @@ def test_contradictory_batches_are_one_clear_error(batch, says):
 def test_a_batch_that_contradicts_the_trainer():
     with pytest.raises(ConfigError, match="accumulate_grad_batches=5"):
         batch_plan({"global": 512, "micro": 16}, 4, 5)
+
+
+def test_deterministic_runs_do_not_choose_bucket_sizes_by_the_clock():
+    cpu = torch.device("cpu")
+    assert EngineOptions().layout(cpu).tune
+    assert not EngineOptions(bucket_cap_mb=2).layout(cpu).tune
+    assert not EngineOptions().layout(torch.device("cuda")).tune
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not EngineOptions().layout(cpu).tune
+    finally:
+        torch.use_deterministic_algorithms(False)
