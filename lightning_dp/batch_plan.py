@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_dp import trainer_seams
-from lightning_dp.errors import ConfigError
+from lightning_dp.errors import ConfigError, some_names
 
 
 def batch_plan(
@@ -27,9 +27,7 @@ def batch_plan(
     """
     if batch is None:
         return accumulate, None
-    unknown = set(batch) - {"global", "micro", "accumulate"}
-    if unknown:
-        raise ConfigError(f"batch has no {sorted(unknown)}; it takes global, micro and accumulate.")
+    check_keys(batch)
     total, micro, steps = batch.get("global"), batch.get("micro"), batch.get("accumulate", "auto")
     for name, value in (("global", total), ("micro", micro)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -54,6 +52,19 @@ def batch_plan(
             f"{micro} on {world_size} rank(s) needs {steps}. Leave it out, or set it to {steps}."
         )
     return steps, micro
+
+
+def check_keys(batch: Mapping[str, Any] | None) -> None:
+    """Check the names in ``batch``; its numbers wait for the number of ranks.
+
+    Raises:
+        ConfigError: Names what is unknown and what there is.
+    """
+    unknown = sorted(set(batch or ()) - {"global", "micro", "accumulate"})
+    if unknown:
+        raise ConfigError(
+            f"batch has no {some_names(unknown)}; it takes 'global', 'micro' and 'accumulate'."
+        )
 
 
 def check_micro(

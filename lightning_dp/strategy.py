@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dp import namespaces, run_seams, trainer_seams
-from lightning_dp.batch_plan import batch_plan, check_micro
+from lightning_dp.batch_plan import batch_plan, check_keys, check_micro
 from lightning_dp.data_plane import DataOptions, DataPlane
 from lightning_dp.engine.timing import SessionTimes
 from lightning_dp.engine.window import WindowTotals
@@ -207,6 +207,7 @@ class LeanDDPStrategy(DDPStrategy):
             preempt_signals=tuple(preempt_signals),
             on_preempt=on_preempt,
         )
+        check_keys(batch)
         self._batch = batch
         self._micro: int | None = None
         self._ported = {

@@ -73,6 +73,7 @@ def test_a_subclass_keeps_its_own_arguments():
         {"manual_sync": "auto"},
         {"tail": "skip"},
         {"mid_window": "lose"},
+        {"batch": {"globl": 512, "micro": 16}},
         {"timeout": -5},
         {"timeout": "soon"},
     ],
