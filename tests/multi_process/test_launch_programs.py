@@ -81,12 +81,12 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
         begin = time.monotonic()
         run = program.finish()
         seconds.append(time.monotonic() - begin)
-        assert run.code == 1
-        assert run.left == []
-        assert "FINALLY rank 0" in run.out
         if seconds[-1] < 12:
             break
-    assert min(seconds) < 12
+    assert seconds[-1] < 12, seconds
+    assert run.code == 1
+    assert run.left == []
+    assert "FINALLY rank 0" in run.out
 
 
 def test_several_trainers_and_a_rank_that_fails_after_them(tmp_path):
