@@ -63,6 +63,7 @@ def draw(rng: random.Random, root: str, index: int) -> Spec:
         way=rng.choice(WAYS),
         step=rng.randrange(0, 12),
         seed=index,
+        workers=rng.choice((0, 0, 2)),
     )
 
 
@@ -325,8 +326,9 @@ def main() -> int:
             state = "ok" if not outcome.problems else "; ".join(outcome.problems)
             kind = "program" if outcome.program else "forked"
             print(
-                f"{index:>3} {kind:<7} {spec.world_size} ranks, rank {spec.victim} {spec.way} in "
-                f"{spec.moment} from step {spec.step}: {outcome.seconds:.1f} s, {state}",
+                f"{index:>3} {kind:<7} {spec.world_size} ranks, {spec.workers} workers: rank "
+                f"{spec.victim} {spec.way} in {spec.moment} from step {spec.step}: "
+                f"{outcome.seconds:.1f} s, {state}",
                 flush=True,
             )
             if options.only is not None:

@@ -44,6 +44,7 @@ class Spec:
         way: How.
         step: At the first such moment from this optimizer step on.
         seed: Of the order of samples.
+        workers: Data-loader processes of each rank.
     """
 
     root: str
@@ -54,6 +55,7 @@ class Spec:
     way: str
     step: int
     seed: int
+    workers: int = 0
 
     @property
     def folder(self) -> Path:
@@ -120,7 +122,8 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Samples(), batch_size=BATCH, shuffle=True)
+        workers = self.fault.spec.workers
+        return DataLoader(Samples(), batch_size=BATCH, shuffle=True, num_workers=workers)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(Samples(), batch_size=BATCH)
