@@ -191,12 +191,12 @@ class Supervisor:
         """See :meth:`Guard.barrier`. Collective: every rank, unless this one is failing. Blocks."""
         self.guard.barrier(name, plain)
 
-    def batch_starts(self, batch_idx: int) -> None:
+    def batch_starts(self) -> None:
         """A micro-batch of training begins: a request to stop travels with its gradients."""
         engine = self._view.engine
         engine.window.stop = self.preemption.local_stop
         reducer = engine.reducer
-        if batch_idx == 0 and reducer is not None:
+        if reducer is not None and reducer.on_stop is None:
             reducer.on_stop = self._stop_has_travelled
 
     def _stop_has_travelled(self) -> None:

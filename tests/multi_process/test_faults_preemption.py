@@ -176,6 +176,26 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(
         assert second[rank][1:2] + second[rank][3:] == whole[rank][1:2] + whole[rank][3:]
 
 
+def test_a_resumed_run_can_be_stopped_again_in_the_same_epoch(tmp_path):
+    def run(resume, stops):
+        port = free_port()
+
+        def rank_runs(rank, world_size):
+            return fit(rank, world_size, port, tmp_path, Slow, stops, resume)
+
+        return run_ranks(rank_runs, 2, init_process_group=False, grace_s=10)
+
+    pieces = [run(False, {0: ("train", 2)}), run(True, {1: ("train", 3)}), run(True, {})]
+    assert [{result[0] for result in piece} for piece in pieces] == [{143}, {143}, {0}]
+    assert pieces[1][0][1] < 12
+    seen = [entry for piece in pieces for entry in piece[0][2] if entry[0] == "train"]
+    assert seen == [("train", epoch, batch) for epoch in (0, 1) for batch in batches_of(0, 2)]
+
+
+def batches_of(rank, world_size):
+    return [[i, i + world_size] for i in range(rank, 48, 2 * world_size)]
+
+
 def _ignored(rank, world_size, port, root, on_preempt):
     stops = {1: ("train", 3)}
     strategy = lean(on_preempt=on_preempt)
