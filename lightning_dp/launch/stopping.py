@@ -101,6 +101,8 @@ class Stopper:
         preemption = self._preemption
         if not (preemption.agreed or preemption.requested or preemption.local_stop):
             return
+        if not self._window_is_closed():
+            return  # its gradients would be lost, or its checkpoint postponed
         trainer = self._trainer
         if trainer.training:
             self._after_train_batch()
@@ -115,8 +117,7 @@ class Stopper:
 
     def _after_train_batch(self) -> None:
         preemption, trainer = self._preemption, self._trainer
-        by_points = self._window_is_closed() and not self._tail_carries_stop()
-        if not preemption.agreed and by_points:
+        if not preemption.agreed and not self._tail_carries_stop():
             due = self._stop_line("training").is_due(trainer.fit_loop.total_batch_idx)
             if due:
                 preemption.agreed_stop(trainer.global_step)
@@ -132,7 +133,7 @@ class Stopper:
         self._before_validation = None
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._before_validation = loop_seams.validation_progress(trainer)
-        if self._preemption.agreed:
+        if self._preemption.agreed and self._window_is_closed():
             self._leave_evaluation()
 
     def evaluation_ends(self) -> None:
@@ -152,7 +153,8 @@ class Stopper:
         preemption.agreed_stop(trainer.global_step)
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             raise SIGTERMException(PREEMPTED)
-        loop_seams.set_received_sigterm(trainer)
+        if self._window_is_closed():
+            loop_seams.set_received_sigterm(trainer)
 
     def _stop_line(self, kind: str) -> StopLine:
         if self._line is None:

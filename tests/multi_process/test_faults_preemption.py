@@ -151,6 +151,13 @@ def test_all_ranks_stop_at_one_step_with_a_checkpoint(kind, receivers, tmp_path)
             Slow, 3, ("val", 4), {"n_val": 300}, id="in a long validation, which is redone"
         ),
         pytest.param(Slow, 2, ("train", 7), {"accumulate_grad_batches": 5}, id="in a window"),
+        pytest.param(
+            Slow,
+            2,
+            ("val", 2),
+            {"accumulate_grad_batches": 5, "val_check_interval": 3, "n_val": 100},
+            id="in a validation in the middle of a window",
+        ),
         pytest.param(Manual, 2, ("train", 3), {"val_check_interval": 4}, id="manual optimization"),
         pytest.param(Slow, 1, ("train", 5), {"val_check_interval": 5}, id="a world of one"),
     ],
