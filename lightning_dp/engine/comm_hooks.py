@@ -122,6 +122,7 @@ class CommHookWire:
     """
 
     carries_flags = False
+    share = 1.0
 
     def __init__(
         self,

@@ -130,7 +130,9 @@ def _round(reducer: Reducer, session: Session, *, new: bool) -> Tensor:
     while session.launched < len(session.sequence):
         if carrier is not None and session.launched == len(session.sequence) - 1:
             carrier.allocate()
-            session.before_last = partial(_write_tail, reducer, session, carrier.control, new=new)
+            session.before_last = partial(
+                _write_tail, reducer, session, carrier.control, new=new, share=session.share
+            )
         session.launch_next(reducer)
     session.before_last = None
     separate = None if carrier is not None else _send_separately(reducer, session, new=new)
@@ -155,7 +157,9 @@ def _round(reducer: Reducer, session: Session, *, new: bool) -> Tensor:
     return tail
 
 
-def _write_tail(reducer: Reducer, session: Session, tail: Tensor, *, new: bool) -> None:
+def _write_tail(
+    reducer: Reducer, session: Session, tail: Tensor, *, new: bool, share: float = 1.0
+) -> None:
     backward_s = now() - session.times.begin
     news = {
         Control.BACKWARD_S: backward_s,
@@ -167,6 +171,8 @@ def _write_tail(reducer: Reducer, session: Session, tail: Tensor, *, new: bool) 
         Control.BUFFERS: len(session.buffers),
     }
     reducer.window.write(tail, news)
+    if share != 1.0:
+        tail.mul_(share)
 
 
 def _send_separately(

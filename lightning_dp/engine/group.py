@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dp.engine.autograd_seams import wide_gloo
+
 
 @dataclass(frozen=True)
 class ReplicaGroup:
@@ -44,7 +46,8 @@ class ReplicaGroup:
             return cls(None, 0, 1, device)
         if dist.get_world_size() == 1:
             return cls(dist.group.WORLD, 0, 1, device)
-        group = dist.new_group(timeout=timeout)
+        backend = wide_gloo() if dist.get_backend() == "gloo" else None
+        group = dist.new_group(timeout=timeout, backend=backend)
         return cls(group, dist.get_rank(), dist.get_world_size(), device)
 
     def close(self) -> None:

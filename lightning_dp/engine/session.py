@@ -40,6 +40,7 @@ class Session:
             None  # by slot, in the one session that is measured
         )
         self.times = SessionTimes(exact=reducer.exact_times)
+        self.share = reducer.wire.share
         self.partition = partition  # None: all
         self.sequence, self.early = _sequence(reducer, partition)
         self.launched = 0
@@ -86,7 +87,10 @@ class Session:
         bucket.allocate()
         assert slot.view is not None
         with torch.no_grad():
-            slot.view.copy_(grad)
+            if self.share == 1.0:
+                slot.view.copy_(grad)
+            else:
+                torch.mul(grad, self.share, out=slot.view)
         slot.param.grad = None
         slot.taken = self.number
 
@@ -169,13 +173,15 @@ def _sequence(reducer: Reducer, partition: int | None) -> tuple[list[Bucket], in
 def fill(bucket: Bucket, session: Session, *, empty: bool = False, check: bool = False) -> None:
     """Copy local gradients into ``bucket`` and take them away from ``.grad``.
 
-    A parameter without a gradient contributes zeros and a zero flag. ``.grad`` is emptied so that
-    nothing can write into memory that is in flight.
+    What is copied is multiplied with ``session.share``. A parameter without a gradient contributes zeros
+    and a zero flag. ``.grad`` is emptied so that nothing can write into memory that is in flight.
     """
     bucket.allocate()
     bucket.unused.clear()
+    share = session.share
     targets: list[Tensor] = []
     sources: list[Tensor] = []
+    in_place: list[Tensor] = []
     for position, slot in enumerate(bucket.slots):
         param = slot.param
         grad = param.grad
@@ -183,7 +189,7 @@ def fill(bucket: Bucket, session: Session, *, empty: bool = False, check: bool =
         assert view is not None
         if slot.taken == session.number and not empty:
             if grad is not None:
-                view.add_(grad.detach())  # it fired again before the bucket left
+                view.add_(grad.detach(), alpha=share)  # it fired again before the bucket left
                 param.grad = None
             continue
         if grad is None or empty or slot.gone:
@@ -198,11 +204,15 @@ def fill(bucket: Bucket, session: Session, *, empty: bool = False, check: bool =
                 session.touched.append(slot)
             targets.append(view)
             sources.append(_real_and_dense(grad) if slot.is_complex or grad.is_sparse else grad)
+        elif share != 1.0:
+            in_place.append(view)
         param.grad = None
-    if targets:
-        with torch.no_grad():  # a gradient of ``create_graph`` is copied, not differentiated
+    with torch.no_grad():  # a gradient of ``create_graph`` is copied, not differentiated
+        if targets:
             torch._foreach_copy_(targets, sources)
-    bucket.flags.fill_(1)
+        if share != 1.0 and (targets or in_place):
+            torch._foreach_mul_(targets + in_place, share)
+    bucket.flags.fill_(share)
     for position in bucket.unused:
         bucket.flags[position] = 0
     if check:
@@ -223,7 +233,7 @@ def _check_finite(bucket: Bucket, session: Session) -> None:
     )  # a half's norm overflows before it does
     norms = torch._foreach_norm(views, 2, wide)
     squared = torch.stack([norm.double() for norm in norms]).square()
-    session.squared_norm += float(squared.sum())
+    session.squared_norm += float(squared.sum()) / session.share**2
     if not torch.isfinite(squared).all():
         finite = [bool(torch.isfinite(view).all()) for view in views]
         session.non_finite += [s.name for s, ok in zip(bucket.slots, finite, strict=True) if not ok]

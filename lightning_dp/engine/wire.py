@@ -25,9 +25,12 @@ class Wire(Protocol):
     Attributes:
         carries_flags: Whether used-flags and control tail are averaged together with the gradients.
             Otherwise the reducer sends them in one small collective of their own.
+        share: What a local gradient is multiplied with while it is copied into its bucket: ``1 /
+            world_size`` where the wire sums, ``1`` where it averages by itself.
     """
 
     carries_flags: bool
+    share: float
 
     def launch(self, bucket: Bucket) -> InFlight:
         """Start averaging ``bucket`` in place.
@@ -45,6 +48,8 @@ class Wire(Protocol):
 class Stateless:
     """A wire that keeps nothing."""
 
+    share: float = 1.0
+
     def forget(self) -> None:
         """Nothing to drop."""
 
@@ -53,12 +58,19 @@ class Stateless:
 
 
 class AllReduceWire(Stateless):
-    """The default: one asynchronous all-reduce of the flat storage."""
+    """The default: one asynchronous all-reduce of the flat storage.
+
+    Args:
+        group: Who takes part. gloo averages in two passes over memory, a sum and a division: there the
+            division happens in the copy that fills the bucket, where it is free. It also keeps a sum of
+            fp16 gradients from overflowing.
+    """
 
     carries_flags = True
 
     def __init__(self, group: ReplicaGroup) -> None:
         self.group = group
+        self.share = 1 / group.world_size if group.device.type == "cpu" else 1.0
 
     def launch(self, bucket: Bucket) -> InFlight:
         """Start averaging ``bucket`` in place.
@@ -66,8 +78,8 @@ class AllReduceWire(Stateless):
         Collective: every rank, in launch order. Does not block.
         """
         flat = bucket.allocate()
-        op = dist.ReduceOp.AVG
-        if bucket.dtype == torch.float16:
+        op = dist.ReduceOp.AVG if self.share == 1.0 else dist.ReduceOp.SUM
+        if op == dist.ReduceOp.AVG and bucket.dtype == torch.float16:
             # A sum of fp16 gradients overflows long before their mean does.
             flat.div_(self.group.world_size)
             op = dist.ReduceOp.SUM
@@ -100,6 +112,11 @@ class RecordingWire:
     def carries_flags(self) -> bool:
         """As the inner wire; alone, the flags arrive as they were sent."""
         return self.inner.carries_flags if self.inner is not None else True
+
+    @property
+    def share(self) -> float:
+        """As the inner wire."""
+        return self.inner.share if self.inner is not None else 1.0
 
     def forget(self) -> None:
         """As the inner wire."""
