@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -89,8 +90,15 @@ def _hydra_flags(arguments: list[str]) -> tuple[str, ...]:
         return tuple(argument for argument in arguments if argument.startswith(long))
 
 
+def one_line(text: str) -> BaseException:
+    """An error of which Hydra prints ``text`` and no traceback."""
+    from hydra.errors import CompactHydraException
+
+    return CompactHydraException(text)
+
+
 def on_hydra_job_end(act: Callable[[BaseException | None], BaseException | None]) -> bool:
-    """Call ``act(error)`` when the Hydra job that runs here ends; an error that it returns fails the job.
+    """Call ``act(error)`` when the Hydra job that runs here ends; an error that it returns is the job's.
 
     Hydra keeps a job's callbacks in the frame that runs it and nowhere else. Without one (no Hydra, or
     another version of it) nothing is registered, and the caller has to notice the next job by itself.
@@ -116,9 +124,57 @@ def on_hydra_job_end(act: Callable[[BaseException | None], BaseException | None]
             failed = job_return.status is status.FAILED
             # Asking a failed job for its value raises it, after printing advice.
             error = act(getattr(job_return, "_return_value", None) if failed else None)
-            if error is not None and not failed:
+            if error is not None:
                 job_return.status = status.FAILED
                 job_return.return_value = error
 
     callbacks.append(AtJobEnd())
+    return True
+
+
+Explain = Callable[
+    [Any, Sequence[str], Callable[[list[str]], Any], Callable[[str], Sequence[str]]], str | None
+]
+
+
+def explain_composition(explain: Explain) -> bool:
+    """Replace the text of errors of composing a config by that of ``explain``, where it has one.
+
+    Hydra composes inside of ``hydra.main``, and prints what goes wrong itself. Without the class that
+    composes (another version of Hydra) its own text stays.
+
+    Args:
+        explain: Takes the error, the overrides, a function that composes the same config from other
+            overrides, and one that lists the choices of a config group.
+
+    Returns:
+        Whether it was put in place.
+    """
+    try:
+        from hydra._internal.config_loader_impl import ConfigLoaderImpl
+        from hydra.core.object_type import ObjectType
+        from hydra.errors import ConfigCompositionException
+
+        original = ConfigLoaderImpl.load_configuration
+    except (ImportError, AttributeError):
+        return False
+
+    @functools.wraps(original)
+    def load(self: Any, config_name: Any, overrides: list[str], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, config_name, overrides, *args, **kwargs)
+        except ConfigCompositionException as error:
+            text = None
+            with contextlib.suppress(Exception):  # a second mistake: Hydra's text says the first
+                text = explain(
+                    error,
+                    overrides,
+                    lambda others: original(self, config_name, others, *args, **kwargs),
+                    lambda group: self.get_group_options(group, ObjectType.CONFIG),
+                )
+            if text is None:
+                raise
+            raise ConfigCompositionException(text) from error
+
+    ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
     return True

@@ -4,6 +4,8 @@
 of classes. A strategy of one is no strategy for the other's Trainer, which says "invalid strategy name"
 and nothing more. So our names are put into the other registry too, where they raise one sentence, and
 the strategy's ``repr``, which that message shows, says the same.
+
+Neither library is imported for this: a finder waits for the module that holds the registry.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -32,12 +34,22 @@ def explain(names: Iterable[str]) -> None:
         names: Under which our strategy is registered in ``lightning.pytorch``.
     """
     known = tuple(names)
-    if OTHER in sys.modules:
-        _register(known)
+    after_import(f"{OTHER}.strategies", lambda module: _register(module, known))
+
+
+def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Call ``act(module)`` once the module ``name`` is loaded: now, or when somebody imports it.
+
+    A second call for the same ``name`` takes the place of the first where that still waits.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        act(module)
         return
-    finders = [finder for finder in sys.meta_path if isinstance(finder, _AfterImport)]
-    if not finders:
-        sys.meta_path.insert(0, _AfterImport(known))
+    waiting = [f for f in sys.meta_path if isinstance(f, _AfterImport) and f.name == name]
+    for finder in waiting:
+        sys.meta_path.remove(finder)
+    sys.meta_path.insert(0, _AfterImport(name, act))
 
 
 def refuse(**_: Any) -> None:
@@ -55,8 +67,8 @@ def describe(strategy: object) -> str:
     return f"{plain[:-1]}: {ADVICE}>" if OTHER in sys.modules else plain
 
 
-def _register(names: Sequence[str]) -> None:
-    registry = getattr(sys.modules.get(f"{OTHER}.strategies"), "StrategyRegistry", None)
+def _register(module: ModuleType, names: Iterable[str]) -> None:
+    registry = getattr(module, "StrategyRegistry", None)
     if registry is None:
         return
     for name in names:
@@ -65,36 +77,40 @@ def _register(names: Sequence[str]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Registers when ``pytorch_lightning.strategies`` has been imported; finds nothing itself."""
+    """Acts when the module ``name`` has been imported; finds nothing itself."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self.name = name
+        self._act = act
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Let the others find the module, and wrap its loader."""
-        if fullname != f"{OTHER}.strategies" or self not in sys.meta_path:
+        if fullname != self.name or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._names)
+            spec.loader = _Loader(spec.loader, self._act)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads as ``inner`` does, then registers."""
+    """Loads as ``inner`` does, then acts."""
 
-    def __init__(self, inner: importlib.abc.Loader, names: Sequence[str]) -> None:
+    def __init__(self, inner: importlib.abc.Loader, act: Callable[[ModuleType], None]) -> None:
         self._inner = inner
-        self._names = names
+        self._act = act
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         """As the inner loader."""
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the inner loader; then register."""
+        """As the inner loader; then act. The module keeps no trace of this one."""
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        module.__loader__ = self._inner
         self._inner.exec_module(module)
-        _register(self._names)
+        self._act(module)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dp import namespaces, run_seams, trainer_seams
+from lightning_dp import names, namespaces, run_seams, trainer_seams
 from lightning_dp.batch_plan import batch_plan, check_keys, check_micro
 from lightning_dp.data_plane import DataOptions, DataPlane
 from lightning_dp.engine.timing import SessionTimes
@@ -578,22 +578,7 @@ class LeanDDPStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register ``lean_ddp`` and its variants; a second call changes nothing."""
-        for suffix, start_method in (
-            ("", "popen"),
-            ("_spawn", "spawn"),
-            ("_fork", "fork"),
-            ("_notebook", "fork"),
-        ):
-            for tail, unused in (
-                ("", None),
-                ("_find_unused_parameters_true", True),
-                ("_find_unused_parameters_false", False),
-            ):
-                strategy_registry.register(
-                    f"lean_ddp{suffix}{tail}",
-                    cls,
-                    description=f"Lean data parallel, ranks start by {start_method}",
-                    override=True,
-                    start_method=start_method,
-                    find_unused_parameters=unused,
-                )
+        names.register(strategy_registry, cls)
+
+
+LeanDDPStrategy.register_strategies(StrategyRegistry)

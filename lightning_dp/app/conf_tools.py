@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hydra import compose, initialize_config_dir, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, open_dict
-
-from lightning_dp.app.arguments import check_arguments
 from lightning_dp.app.findings import Finding, exit_code, show
 from lightning_dp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 USAGE_ERROR = 2
 
@@ -36,21 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0; 1 if a check failed or a file was not copied; 2 for a name that does not exist.
     """
-    parser = argparse.ArgumentParser(
-        prog="lean-ddp conf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="every file")
-    commands.add_parser("show", help="one file").add_argument("name", help="as strategy/lean_ddp")
-    copying = commands.add_parser("copy", help="all files into a folder")
-    copying.add_argument("folder", type=Path)
-    copying.add_argument("--force", action="store_true", help="write over files that are there")
-    checking = commands.add_parser("check", help="compose every choice")
-    checking.add_argument("--config-dir", type=Path, help="your configs, with ours behind them")
-    checking.add_argument("--json", action="store_true", help="print findings as JSON")
-    options = parser.parse_args(list(arguments))
+    options = parser().parse_args(list(arguments))
     if options.command == "list":
         return list_files()
     if options.command == "show":
@@ -62,6 +49,32 @@ def main(arguments: Sequence[str]) -> int:
     return exit_code(findings)
 
 
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    made = argparse.ArgumentParser(
+        prog="lean-ddp conf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("list", help="every file, with what it is for")
+    showing = commands.add_parser("show", help="print one file")
+    showing.add_argument("name", help="group and file as conf list prints them: strategy/lean_ddp")
+    copying = commands.add_parser("copy", help="all files into a folder, to change them")
+    copying.add_argument("folder", type=Path, help="made if it is not there")
+    copying.add_argument(
+        "--force", action="store_true", help="write over files that differ (default: they stay)"
+    )
+    checking = commands.add_parser("check", help="compose every choice, and compare it with code")
+    checking.add_argument(
+        "--config-dir", type=Path, help="your configs, with ours behind them (default: ours alone)"
+    )
+    checking.add_argument(
+        "--json", action="store_true", help="print a list of findings as JSON (default: lines)"
+    )
+    return made
+
+
 def files() -> dict[str, Path]:
     """Every config file, by its name without extension (``strategy/lean_ddp``)."""
     root = Path(str(resources.files("lightning_dp.conf").joinpath("train.yaml"))).parent
@@ -70,14 +83,28 @@ def files() -> dict[str, Path]:
 
 
 def list_files() -> int:
-    """Print every file with its first comment."""
+    """Print every file with the first sentence of its comment, wrapped on a terminal."""
     found = files()
-    width = max(map(len, found))
+    before = max(map(len, found)) + 2
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for name, file in found.items():
-        lines = [line for line in file.read_text().splitlines() if line.startswith("# ")]
-        lines = [line for line in lines if not line.startswith("# @package")]
-        print(f"{name:<{width}}  {lines[0].removeprefix('# ') if lines else ''}")
+        line = f"{name:<{before}}{first_sentence(file.read_text())}"
+        if width > before + 20:
+            line = textwrap.fill(line, width, subsequent_indent=" " * before)
+        print(line)
     return 0
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of the comment that a YAML file begins with; empty where there is none."""
+    comment = []
+    for line in text.splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("# "):
+            break
+        comment.append(line.removeprefix("# "))
+    return re.split(r"(?<=[.?!]) (?=[A-Z])", " ".join(comment))[0]
 
 
 def show_file(name: str) -> int:
@@ -86,8 +113,14 @@ def show_file(name: str) -> int:
     key = name.removesuffix(".yaml")
     if key not in found:
         near = difflib.get_close_matches(key, found, n=1, cutoff=0.4)
-        guess = f" Did you mean {near[0]}?" if near else ""
-        print(f"lean-ddp conf show: there is no {name!r}.{guess}", file=sys.stderr)
+        inside = [file for file in found if file.startswith(f"{key.rstrip('/')}/")]
+        named = [file for file in found if file.rpartition("/")[2] == key]
+        some = inside or named or near
+        guess = f" Did you mean {' or '.join(some)}?" if some else ""
+        print(
+            f"lean-ddp conf show: there is no {name!r}.{guess} (lean-ddp conf list shows all)",
+            file=sys.stderr,
+        )
         return USAGE_ERROR
     print(found[key].read_text(), end="")
     return 0
@@ -96,6 +129,9 @@ def show_file(name: str) -> int:
 def copy_files(folder: Path, *, force: bool) -> int:
     """Copy every file below ``folder``; files that are there already stay, unless forced."""
     kept = []
+    if folder.exists() and not folder.is_dir():
+        print(f"lean-ddp conf copy: {folder} is a file; name a folder.", file=sys.stderr)
+        return 1
     for name, file in files().items():
         target = folder / f"{name}.yaml"
         if target.exists() and not force and target.read_text() != file.read_text():
@@ -118,7 +154,10 @@ def check_files(config_dir: Path | None = None) -> Iterator[Finding]:
         config_dir: A user's configs; ours are searched behind them.
     """
     if config_dir is not None and not config_dir.is_dir():
-        yield Finding("FAIL", f"{config_dir} is no folder", "give the folder that holds train.yaml")
+        near = difflib.get_close_matches(config_dir.name, _folders(config_dir.parent), n=1)
+        guess = f"; did you mean {config_dir.parent / near[0]}?" if near else ""
+        what = f"{config_dir} is no folder{guess}"
+        yield Finding("FAIL", what, "give the folder that holds train.yaml")
         return
     if config_dir is None:
         yield from _check_each([(name, *_request(name)) for name in files()], None)
@@ -129,6 +168,10 @@ def check_files(config_dir: Path | None = None) -> Iterator[Finding]:
         fix = "a primary config (train.yaml) belongs directly into it"
         yield Finding("FAIL", f"{config_dir} holds no config at its top", fix)
     yield from _check_each([(name, name, []) for name in primary], config_dir)
+
+
+def _folders(parent: Path) -> list[str]:
+    return [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
 
 
 def _request(name: str) -> tuple[str, list[str]]:
@@ -143,6 +186,10 @@ def _request(name: str) -> tuple[str, list[str]]:
 def _check_each(
     requests: Sequence[tuple[str, str, list[str]]], config_dir: Path | None
 ) -> Iterator[Finding]:
+    from hydra.core.hydra_config import HydraConfig
+
+    from lightning_dp.app.arguments import check_arguments
+
     for name, primary, overrides in requests:
         try:
             check_arguments(_compose(primary, overrides, config_dir))
@@ -159,6 +206,11 @@ def _check_each(
 
 def _compose(primary: str, overrides: list[str], config_dir: Path | None) -> DictConfig:
     """Compose as the application would, away from any run's folder."""
+    from hydra import compose, initialize_config_dir, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import open_dict
+
     GlobalHydra.instance().clear()
     where = (
         initialize_config_module("lightning_dp.conf", version_base="1.3")

@@ -9,14 +9,15 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.utils.data import DataLoader
+from lightning_dp.app.parsing import positive
 
-from lightning_dp.data.eval_batches import EvalBatches
-from lightning_dp.data.loader import LoaderParts, Shard
-from lightning_dp.data.share import Cursor
-from lightning_dp.data.train_batches import TrainBatches
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from lightning_dp.data.share import Cursor
+    from lightning_dp.data.train_batches import TrainBatches
 
 COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#B279A2", "#E45756", "#72B7B2", "#EECA3B", "#9D755D")
 GREY = "#DDDDDD"
@@ -43,6 +44,8 @@ class Stage(NamedTuple):
 
 
 def _loader(args: argparse.Namespace) -> DataLoader[Any]:
+    from torch.utils.data import DataLoader
+
     return DataLoader(
         range(args.samples),  # type: ignore[arg-type]
         batch_size=args.batch,
@@ -57,6 +60,13 @@ def plan(args: argparse.Namespace) -> list[Stage]:
     Raises:
         ValueError: The stop lies behind the end of the epoch.
     """
+    from torch.utils.data import DataLoader
+
+    from lightning_dp.data.eval_batches import EvalBatches
+    from lightning_dp.data.loader import LoaderParts, Shard
+    from lightning_dp.data.share import Cursor
+    from lightning_dp.data.train_batches import TrainBatches
+
     parts = LoaderParts.of(_loader(args))
 
     def train(world_size: int, start: Cursor) -> list[TrainBatches]:
@@ -182,32 +192,46 @@ def summary(stages: Sequence[Stage], samples: int) -> str:
     return text + (f"left out by drop_last: {never}" if never else "none was left out")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    made = argparse.ArgumentParser(
         prog="lean-ddp data",
         description="Draw which rank gets which sample, over an epoch with a resume in it.",
     )
-    parser.add_argument("--samples", type=int, default=23, help="length of the data set")
-    parser.add_argument("--batch", type=int, default=2, help="batch size of one rank")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks before the stop")
-    parser.add_argument("--then-ranks", type=int, default=3, help="ranks after it")
-    parser.add_argument("--stop-after", type=int, default=2, help="steps before the stop")
-    parser.add_argument("--epoch", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--in-order", action="store_true", help="shuffle=False")
-    parser.add_argument("--drop-last", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("data.png"), help="where to write")
-    args = parser.parse_args(argv)
-    if min(args.samples, args.batch, args.ranks, args.then_ranks) < 1:
-        parser.error("--samples, --batch, --ranks and --then-ranks must be 1 or more")
+
+    def option(name: str, help_: str, default: Any, kind: Any = positive) -> None:
+        made.add_argument(name, type=kind, default=default, help=f"{help_} (default: %(default)s)")
+
+    option("--samples", f"length of the data set, at most {MOST_SAMPLES}", 23)
+    option("--batch", "batch size of one rank", 2)
+    option("--ranks", "ranks before the stop", 2)
+    option("--then-ranks", "ranks after it", 3)
+    option("--stop-after", "steps before the stop", 2, int)
+    option("--epoch", "number of the epoch, which changes its order", 0, int)
+    option("--seed", "seed of the order, as in seed_everything", 0, int)
+    made.add_argument(
+        "--in-order", action="store_true", help="a loader with shuffle=False (default: shuffled)"
+    )
+    made.add_argument(
+        "--drop-last",
+        action="store_true",
+        help="a loader with drop_last=True (default: the last step is filled up)",
+    )
+    option("--out", "file of the picture, any type that matplotlib writes", "data.png", Path)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code."""
+    command = parser()
+    args = command.parse_args(argv)
     if args.samples > MOST_SAMPLES:
-        parser.error(f"nobody can read a picture of more than {MOST_SAMPLES} samples")
+        command.error(f"nobody can read a picture of more than {MOST_SAMPLES} samples")
     try:
         stages = plan(args)
-    except ValueError as error:
-        parser.error(str(error))
-    draw(stages, args.samples, args.out)
+        draw(stages, args.samples, args.out)
+    except (ValueError, OSError) as error:
+        command.error(str(error))
     print(summary(stages, args.samples))
     print(f"wrote {args.out}")
     return 0

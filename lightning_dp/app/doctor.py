@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata, resources
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from lightning_dp.app.doctor_shell import check_launch, check_ports
 from lightning_dp.app.findings import Finding, exit_code, show
+from lightning_dp.app.parsing import positive
 
 # Releases that stole credentials (GHSA-w37p-236h-pfx3).
 MALICIOUS = {"lightning": ("2.6.2", "2.6.3"), "pytorch-lightning": ("2.6.2", "2.6.3")}
@@ -37,15 +36,34 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, or 1 if something failed (with ``--strict``: was warned about).
     """
-    parser = argparse.ArgumentParser(prog="lean-ddp doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print a list of findings as JSON")
-    parser.add_argument("--strict", action="store_true", help="count a warning as a failure")
-    parser.add_argument("--devices", type=int, default=2, help="ranks on a machine (default 2)")
-    parser.add_argument("--num-nodes", type=int, default=1, help="machines (default 1)")
-    options = parser.parse_args(list(arguments))
+    options = parser().parse_args(list(arguments))
     findings = list(examine(os.environ, options.devices, options.num_nodes))
-    show(findings, title="lean-ddp doctor", as_json=options.json)
+    show(findings, title="lean-ddp doctor", as_json=options.json, strict=options.strict)
     return exit_code(findings, strict=options.strict)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    made = argparse.ArgumentParser(prog="lean-ddp doctor", description=__doc__)
+    made.add_argument(
+        "--json", action="store_true", help="print a list of findings as JSON (default: lines)"
+    )
+    made.add_argument(
+        "--strict", action="store_true", help="exit with 1 after a warning too (default: a FAIL)"
+    )
+    made.add_argument(
+        "--devices",
+        type=positive,
+        default=2,
+        help="ranks on a machine that a training would have (default: %(default)s)",
+    )
+    made.add_argument(
+        "--num-nodes",
+        type=positive,
+        default=1,
+        help="machines that it would have (default: %(default)s)",
+    )
+    return made
 
 
 def examine(environment: Mapping[str, str], devices: int, num_nodes: int) -> Iterator[Finding]:
@@ -118,17 +136,22 @@ def _version(name: str) -> str | None:
 
 def check_devices() -> Iterator[Finding]:
     """What there is to compute and to communicate with."""
+    import torch
+    import torch.distributed as dist
+
     yield Finding("ok", f"{os.cpu_count()} CPU cores")
     if not dist.is_available():
         yield Finding(
-            "FAIL", "this torch has no torch.distributed", "install a torch that was built with it"
+            "FAIL",
+            "this torch has no torch.distributed",
+            "pip install --force-reinstall torch (a build with torch.distributed)",
         )
         return
     gloo = dist.is_gloo_available()
     yield Finding(
         "ok" if gloo else "FAIL",
         f"gloo (CPU) is {'there' if gloo else 'missing'}",
-        "" if gloo else "install a torch that was built with gloo",
+        "" if gloo else "pip install --force-reinstall torch (a build with gloo)",
     )
     count = torch.cuda.device_count()
     if count == 0:

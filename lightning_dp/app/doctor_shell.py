@@ -61,7 +61,11 @@ def check_ports(environment: Mapping[str, str]) -> Iterator[Finding]:
             sock.bind(("127.0.0.1", 0))
         yield Finding("ok", "a port can be opened on 127.0.0.1")
     except OSError as error:
-        yield Finding("FAIL", f"no port can be opened on 127.0.0.1: {error}", "allow it")
+        yield Finding(
+            "FAIL",
+            f"no port can be opened on 127.0.0.1: {error}",
+            "allow programs of this machine to listen there (firewall, container policy)",
+        )
     wanted = environment.get("MASTER_PORT")
     if wanted:
         try:

@@ -12,8 +12,9 @@ import hydra
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lightning_dp import hydra_seams
+from lightning_dp.app.mistakes import explain, explained
 from lightning_dp.app.report import print_table
-from lightning_dp.app.settings import build, explained
 from lightning_dp.errors import ConfigError
 
 RUN_CONFIG = Path(".hydra") / "config.yaml"
@@ -35,6 +36,8 @@ def evaluate(cfg: DictConfig) -> None:
     if not checkpoint.is_file():
         raise ConfigError(f"ckpt_path: there is no file {checkpoint}.")
     with_run_config(cfg, checkpoint)
+    from lightning_dp.app.settings import build  # loads torch: not needed to see a mistake or help
+
     parts = build(cfg)
     results = parts.trainer.test(parts.model, parts.data, ckpt_path=str(checkpoint), verbose=False)
     if parts.trainer.is_global_zero:
@@ -79,4 +82,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    hydra_seams.explain_composition(explain)
     main()

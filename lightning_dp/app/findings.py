@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from rich.console import Console
-from rich.table import Table
+from lightning_dp.app.tables import print_table
 
 Level = Literal["ok", "warn", "FAIL"]
 _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
@@ -30,22 +30,32 @@ class Finding:
     fix: str = ""
 
 
-def show(findings: Sequence[Finding], *, title: str, as_json: bool = False) -> None:
-    """Print ``findings`` to stdout."""
+def show(
+    findings: Sequence[Finding], *, title: str, as_json: bool = False, strict: bool = False
+) -> None:
+    """Print ``findings`` to stdout, and unless ``as_json`` a last line that sums them up."""
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
         return
-    if not sys.stdout.isatty():
+    if sys.stdout.isatty():
+        fixes = [f"\n-> fix: {finding.fix}" if finding.fix else "" for finding in findings]
+        rows = [(f.level, f"{f.what}{fix}") for f, fix in zip(findings, fixes, strict=True)]
+        print_table(title, rows, [_STYLES[finding.level] for finding in findings])
+    else:
         for finding in findings:
             fix = f"  -> fix: {finding.fix}" if finding.fix else ""
             print(f"{finding.level:<5} {finding.what}{fix}")
-        return
-    table = Table(title=title, show_header=False, title_justify="left")
-    for finding in findings:
-        style = _STYLES[finding.level]
-        fix = f"\n-> fix: {finding.fix}" if finding.fix else ""
-        table.add_row(f"[{style}]{finding.level}[/{style}]", f"{finding.what}{fix}")
-    Console().print(table)
+    print(summary(findings, strict=strict))
+
+
+def summary(findings: Sequence[Finding], *, strict: bool = False) -> str:
+    """Count the levels, and say what the exit code means."""
+    number = Counter(str(finding.level) for finding in findings)
+    counts = ", ".join(f"{number[level]} {level}" for level in _STYLES)
+    code = exit_code(findings, strict=strict)
+    wrong = "failed or was warned about" if strict else "failed"
+    meaning = f"nothing {wrong}" if code == 0 else f"something {wrong}"
+    return f"{counts}; exit code {code}: {meaning}"
 
 
 def exit_code(findings: Sequence[Finding], *, strict: bool = False) -> int:

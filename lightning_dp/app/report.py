@@ -6,13 +6,12 @@ import csv
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
+from lightning_dp.app import tables
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 METRICS_FILE = "metrics.csv"
 EARLIER_FILES = "metrics.before_*.csv"
@@ -76,6 +75,9 @@ def draw_curves(folder: Path) -> Path | None:
         panels[_quantity(name)].append((name, points))
     if not panels:
         return None
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (quantity, curves) in zip(all_axes, panels.items(), strict=True):
@@ -120,7 +122,7 @@ def _draw_panel(axes: Axes, quantity: str, curves: list[tuple[str, Points]]) -> 
 
 def print_table(title: str, rows: Mapping[str, Any]) -> None:
     """Print ``rows`` as a two-column table; floats with four digits."""
-    table = Table(title=title, title_justify="left", show_header=False)
-    for name, value in rows.items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    Console().print(table)
+    tables.print_table(
+        title,
+        [(k, f"{v:.4g}" if isinstance(v, float) else str(v)) for k, v in rows.items()],
+    )

@@ -14,9 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 # Names a run whatever started it: the same value on all ranks and in every restart.
 RUN_ID_VARIABLE = "LEAN_DDP_RUN_ID"
@@ -40,7 +38,7 @@ def run_id(environment: Mapping[str, str]) -> str | None:
     if (elastic := environment.get("TORCHELASTIC_RUN_ID")) and elastic != "none":
         return elastic
     # In an interactive shell many runs share a job; Lightning starts the ranks there.
-    if "SLURM_JOB_ID" in environment and SLURMEnvironment.detect():
+    if "SLURM_JOB_ID" in environment and _started_by_srun(environment):
         return f"slurm-{environment['SLURM_JOB_ID']}-{environment.get('SLURM_STEP_ID', '0')}"
     return None
 
@@ -84,11 +82,22 @@ def external_rank(environment: Mapping[str, str]) -> int:
     """This process's rank where torchrun or srun started it, else 0."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return int(environment["RANK"])
-    return int(environment["SLURM_PROCID"]) if SLURMEnvironment.detect() else 0
+    return int(environment["SLURM_PROCID"]) if _started_by_srun(environment) else 0
+
+
+def _started_by_srun(environment: Mapping[str, str]) -> bool:
+    """As Lightning sees it, which is not imported for an environment without SLURM."""
+    if "SLURM_NTASKS" not in environment:
+        return False
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+
+    return SLURMEnvironment.detect()
 
 
 def _agreed(folder: str, rank: int) -> str:
     """Take rank 0's folder on every rank, over the store that torchrun's agent keeps."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

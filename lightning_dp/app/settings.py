@@ -1,28 +1,19 @@
-"""From a composed config to objects, and from a mistake to one paragraph."""
+"""From a composed config to objects."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import lightning as L
-from hydra.errors import CompactHydraException
 from hydra.utils import instantiate
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from lightning_dp.app.arguments import check_arguments
-from lightning_dp.errors import ConfigError, LaunchError
 
-T = TypeVar("T")
-# Mistakes that need no traceback: the message says what to change.
-_EXPLAINED = (ConfigError, LaunchError, MisconfigurationException, OmegaConfBaseException)
 # True of every small run, and no reason to act.
 _NOISE = (
     ".*does not have many workers.*",
@@ -40,19 +31,6 @@ class Parts:
     data: L.LightningDataModule
     trainer: L.Trainer
     output_dir: Path
-
-
-def explained(task: Callable[[DictConfig], T]) -> Callable[[DictConfig], T]:
-    """Let Hydra print the mistakes that explain themselves without a traceback; exit code 1."""
-
-    @functools.wraps(task)
-    def wrapper(cfg: DictConfig) -> T:
-        try:
-            return task(cfg)
-        except _EXPLAINED as error:
-            raise CompactHydraException(f"{type(error).__name__}: {error}") from error
-
-    return wrapper
 
 
 def build(cfg: DictConfig) -> Parts:

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_dp.app.findings import Finding, exit_code, show
-from lightning_dp.app.smoke_run import STEPS
+from lightning_dp.app.parsing import positive
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
 
+STEPS = ("start", "all-reduce", "accumulation", "preemption", "resume")
 _CAUSES = (re.compile(r"failed first|failed after training"), re.compile(r"Error: "))
 _SETTLE_S = 3.0
 
@@ -36,18 +37,35 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0 if all of it works, else 1.
     """
-    parser = argparse.ArgumentParser(prog="lean-ddp smoke", description=__doc__)
-    parser.add_argument("-n", "--ranks", type=int, default=2, help="how many ranks (default 2)")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    parser.add_argument("--seconds", type=float, default=120.0, help="give up after (default 120)")
-    parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    options = parser.parse_args(list(arguments))
-    if options.ranks < 1:
-        parser.error("-n must be at least 1")
+    options = parser().parse_args(list(arguments))
     with tempfile.TemporaryDirectory(prefix="lean-ddp-smoke-") as folder:
         findings = smoke(Path(folder), options.ranks, options.backend, options.seconds)
     show(findings, title=f"lean-ddp smoke: {options.ranks} ranks", as_json=options.json)
     return exit_code(findings)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    made = argparse.ArgumentParser(prog="lean-ddp smoke", description=__doc__)
+    made.add_argument(
+        "-n", "--ranks", type=positive, default=2, help="how many ranks (default: %(default)s)"
+    )
+    made.add_argument(
+        "--backend",
+        choices=("gloo", "nccl"),
+        default="gloo",
+        help="gloo for CPUs, nccl for one GPU a rank (default: %(default)s)",
+    )
+    made.add_argument(
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="end everything after so many seconds (default: %(default)g)",
+    )
+    made.add_argument(
+        "--json", action="store_true", help="print a list of findings as JSON (default: lines)"
+    )
+    return made
 
 
 def smoke(folder: Path, ranks: int, backend: str, limit_s: float) -> list[Finding]:

@@ -25,7 +25,6 @@ from lightning_dp import LeanDDPStrategy
 from lightning_dp.launch.exit_code import PREEMPTED
 
 FAULT_VARIABLE = "LEAN_DDP_SMOKE_FAULT"
-STEPS = ("start", "all-reduce", "accumulation", "preemption", "resume")
 WINDOW = 2
 STOP_AT = 3
 LAST_STEP = 6

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hydra
-import lightning as L
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_dp import hydra_seams
+from lightning_dp.app.mistakes import explain, explained
 from lightning_dp.app.report import draw_curves, keep_earlier_metrics, print_table
-from lightning_dp.app.settings import Parts, build, explained
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightning_dp.app.settings import Parts
 
 
 @explained
@@ -30,6 +36,8 @@ def train(cfg: DictConfig) -> float | None:
 
     Collective: every rank, from the same config. Blocks until training and testing have ended.
     """
+    from lightning_dp.app.settings import build  # loads torch: not needed to see a mistake or help
+
     parts = build(cfg)
     trainer = parts.trainer
     if trainer.is_global_zero:
@@ -51,6 +59,7 @@ def train(cfg: DictConfig) -> float | None:
                 "effective batch": _effective_batch(cfg, trainer),
                 **tested,
                 "training time": f"{seconds:.1f} s",
+                **_timeline(trainer),
                 "folder": parts.output_dir,
             },
         )
@@ -64,6 +73,16 @@ def _test(cfg: DictConfig, parts: Parts) -> Mapping[str, Any]:
     ckpt_path = "best" if saved else None if cfg.train else cfg.ckpt_path
     results = parts.trainer.test(parts.model, parts.data, ckpt_path=ckpt_path, verbose=False)
     return {name: value for result in results for name, value in result.items()}
+
+
+def _timeline(trainer: L.Trainer) -> Mapping[str, Path]:
+    """What ``debug=timeline`` has drawn."""
+    from lightning_dp import StepTimeline
+
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StepTimeline) and callback.picture is not None:
+            return {"timeline": callback.picture}
+    return {}
 
 
 def _effective_batch(cfg: DictConfig, trainer: L.Trainer) -> int | str:
@@ -83,4 +102,5 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
+    hydra_seams.explain_composition(explain)
     main()

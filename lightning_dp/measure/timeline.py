@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from lightning_dp.engine.timing import SessionTimes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
 
 Span = tuple[str, str, float, float]  # lane, name, start and end in seconds
 
@@ -29,6 +32,9 @@ class StepTimeline(Callback):
         step: The optimizer step to record, counted from 0. The first ones learn the order of buckets
             and are not typical.
         dirpath: Where the files go; the Trainer's ``default_root_dir`` if ``None``.
+
+    Attributes:
+        picture: Where ``timeline.png`` was written; on rank 0, after the step.
     """
 
     def __init__(self, step: int = 10, dirpath: str | Path | None = None) -> None:
@@ -36,6 +42,7 @@ class StepTimeline(Callback):
             raise ValueError(f"step={step} is not possible; it must be 0 or more.")
         self.step = step
         self.dirpath = dirpath
+        self.picture: Path | None = None
         self._marks: dict[str, float] = {}
         self._recording = False
         self._done = False
@@ -75,7 +82,19 @@ class StepTimeline(Callback):
             folder = Path(self.dirpath or trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "timeline.json").write_text(json.dumps(chrome_trace(everyone)))
-            draw(everyone, folder / "timeline.png")
+            self.picture = folder / "timeline.png"
+            draw(everyone, self.picture)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Say why there is no picture."""
+        watches = getattr(trainer.strategy, "watch_collectives", None) is not None
+        if watches and not self._done and trainer.is_global_zero:
+            log.warning(
+                "lean_ddp: no timeline was drawn: StepTimeline waits for step %d, counted from 0, and"
+                " training ended after %d steps.",
+                self.step,
+                trainer.global_step,
+            )
 
 
 def spans_of(marks: dict[str, float], times: SessionTimes) -> list[Span]:

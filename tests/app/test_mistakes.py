@@ -11,11 +11,19 @@ from tests.app.commands import forked
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("experiment=digit", "Could not find 'experiment/digit'"),
-        ("stratgy=ddp", "stratgy"),
-        ("trainer.max_epoch=3", "Key 'max_epoch' is not in struct"),
+        ("experiment=digit", "Did you mean experiment=digits?"),
+        ("debug=timelin", "Did you mean debug=timeline?"),
+        ("stratgy=ddp", "Did you mean strategy?"),
+        ("trainr.max_epochs=3", "Did you mean trainer?"),
+        ("trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
+        ("~trainer.max_epoch", "Did you mean trainer.max_epochs?"),
+        ("max_epochs=3", "Did you mean trainer.max_epochs?"),
+        ("hydra.run.dr=x", "Did you mean hydra.run.dir?"),
+        ("--config-name=trian", "Did you mean --config-name=train?"),
+        ("model.wdth.x=3", "Did you mean model.width?"),
+        ("model.width.x=3", "model.width has no keys below it"),
         ("+trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
-        ("strategy.buckets=3", "Key 'buckets' is not in struct"),
+        ("strategy.bucket_cap=3", "Did you mean strategy.bucket_cap_mb?"),
         ("strategy.bucket_cap_mb=-1", "bucket_cap_mb=-1"),
         ("trainer.devices=0", "devices=0"),
         ("trainer.accelerator=abacus", "abacus"),
@@ -32,6 +40,19 @@ def test_is_explained_without_a_traceback(override, told, tmp_path):
     assert told in printed
     assert "Traceback" not in printed
     assert len(printed) < 2000
+
+
+def test_two_mistakes_and_a_sweep(tmp_path):
+    code, printed = forked(tmp_path, "train", "-m", "data=digit", "stratgy=ddp,lean_ddp")
+    assert code == 1
+    assert printed.count("Did you mean") == 1, printed
+    assert "Traceback" not in printed
+
+
+def test_hydras_own_text_where_there_is_nothing_to_add(tmp_path):
+    code, printed = forked(tmp_path, "train", "trainer.devices=1,2")
+    assert code == 1
+    assert "Ambiguous value" in printed
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,18 @@ def test_nothing_logged_is_nothing_drawn(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_table_cuts_nothing(terminal, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    if terminal:
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    path = "/a/" + "very/long/" * 12 + "path[0].ckpt"
+    print_table("t", {"checkpoint": path})
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert "".join(line.split("│")[2].strip() for line in lines) == path
+    assert (len(lines) > 1) == terminal
+
+
 def test_table_shows_numbers_short(capsys):
     print_table("run", {"test/acc": 0.98765432, "steps": 12})
     shown = capsys.readouterr().out

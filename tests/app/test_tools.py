@@ -24,7 +24,8 @@ def failures(findings):
 class TestDoctor:
     def test_this_machine_is_fit(self, capsys):
         assert main(["doctor"]) == 0
-        lines = capsys.readouterr().out.splitlines()
+        *lines, end = capsys.readouterr().out.splitlines()
+        assert end.endswith("0 FAIL; exit code 0: nothing failed")
         assert all(line[:5].strip() in ("ok", "warn") for line in lines)
         assert any("strategy lean_ddp is registered" in line for line in lines)
         assert any("pkg://lightning_dp.conf composes" in line for line in lines)
@@ -103,7 +104,11 @@ def test_exit_codes_and_usage(capsys):
     assert exit_code(warned, strict=True) == 1
     assert exit_code([*warned, Finding("FAIL", "d")]) == 1
     show(warned, title="t")
-    assert capsys.readouterr().out == "ok    a\nwarn  b  -> fix: c\n"
+    assert capsys.readouterr().out == (
+        "ok    a\nwarn  b  -> fix: c\n1 ok, 1 warn, 0 FAIL; exit code 0: nothing failed\n"
+    )
+    show(warned, title="t", strict=True)
+    assert "exit code 1: something failed or was warned about" in capsys.readouterr().out
     for bad in (["doctor", "--what"], ["conf"], ["smoke", "-n", "0"]):
         with pytest.raises(SystemExit) as caught:
             main(bad)
@@ -120,6 +125,29 @@ class TestConf:
         assert main(["conf", "show", "strategy/lean_dpp"]) == 2
         assert "Did you mean strategy/lean_ddp?" in capsys.readouterr().err
 
+    def test_show_names_what_is_near(self, capsys):
+        for name, near in [
+            ("strategy", "strategy/ddp or strategy/lean_ddp"),
+            ("cpu_sim", "trainer/cpu_sim"),
+            ("strateg/lean", "strategy/lean_ddp"),
+        ]:
+            assert main(["conf", "show", name]) == 2
+            assert f"Did you mean {near}?" in capsys.readouterr().err
+
+    def test_list_says_whole_sentences(self, capsys):
+        main(["conf", "list"])
+        for line in capsys.readouterr().out.splitlines():
+            assert line.split()[1:], line
+            assert line[-1] in ".?" or "lean-ddp" in line, line
+        text = "# @package _global_\n# One file,\n# of v1.2 or so. And more.\nx: 1\n# no"
+        assert conf_tools.first_sentence(text) == "One file, of v1.2 or so."
+        assert conf_tools.first_sentence("x: 1\n# no") == ""
+
+    def test_copy_into_a_file_is_refused(self, tmp_path, capsys):
+        (tmp_path / "file").write_text("")
+        assert main(["conf", "copy", str(tmp_path / "file")]) == 1
+        assert "is a file" in capsys.readouterr().err
+
     def test_copy_keeps_what_a_user_changed(self, tmp_path, capsys):
         assert main(["conf", "copy", str(tmp_path)]) == 0
         mine = tmp_path / "trainer" / "cpu.yaml"
@@ -130,7 +158,7 @@ class TestConf:
         assert mine.read_text() != "# mine\n"
         capsys.readouterr()
         assert main(["conf", "check", "--config-dir", str(tmp_path)]) == 0
-        assert capsys.readouterr().out == "ok    eval\nok    train\n"
+        assert capsys.readouterr().out.startswith("ok    eval\nok    train\n2 ok,")
 
     def test_check_finds_a_misspelt_argument(self, tmp_path, capsys):
         (tmp_path / "train.yaml").write_text(

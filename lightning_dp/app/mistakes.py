@@ -1,0 +1,138 @@
+"""A mistake on the command line ends in one paragraph that says what to type instead."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from hydra.errors import CompactHydraException, ConfigCompositionException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_dp.errors import ConfigError, LaunchError
+
+T = TypeVar("T")
+_NO_KEY = re.compile(r"Could not (override|delete from config\.) '([^'@]+)'")
+_MOST_NAMES = 12
+
+
+def explained(task: Callable[[DictConfig], T]) -> Callable[[DictConfig], T]:
+    """Let Hydra print the mistakes that explain themselves without a traceback; exit code 1."""
+
+    @functools.wraps(task)
+    def wrapper(cfg: DictConfig) -> T:
+        try:
+            return task(cfg)
+        except Exception as error:
+            if not _explains_itself(error):
+                raise
+            raise CompactHydraException(f"{type(error).__name__}: {error}") from error
+
+    return wrapper
+
+
+def _explains_itself(error: Exception) -> bool:
+    """Whether the message alone says what to change. Lightning is not imported to find out."""
+    known: tuple[type[Exception], ...] = (ConfigError, LaunchError, OmegaConfBaseException)
+    module = sys.modules.get("lightning.fabric.utilities.exceptions")
+    if module is not None:
+        known = (*known, module.MisconfigurationException)
+    return isinstance(error, known)
+
+
+def explain(
+    error: ConfigCompositionException,
+    overrides: Sequence[str],
+    compose: Callable[[list[str]], DictConfig],
+    options: Callable[[str], Sequence[str]],
+) -> str | None:
+    """Say what is wrong with an override, and the nearest that exists.
+
+    Args:
+        error: Hydra's.
+        overrides: As typed.
+        compose: Composes the same config from other overrides.
+        options: The choices of a config group; of "" the primary configs.
+
+    Returns:
+        One paragraph, or None where Hydra's own text has to do.
+    """
+    if isinstance(error, MissingConfigException):
+        return _no_file(error.missing_cfg_file or "", overrides, options)
+    found = _NO_KEY.search(str(error))
+    if found is None:
+        return None
+    key = found[2]
+    try:
+        cfg = compose([text for text in overrides if _key(text) != key])
+    except ConfigCompositionException:  # there is a second mistake
+        cfg = compose([])
+    typed = next((text for text in overrides if _key(text) == key), key)
+    advice = f" To add a new key: +{typed}" if found[1] == "override" else ""
+    return f"{typed}: {_no_key(key, typed.partition('=')[2], cfg)}{advice}"
+
+
+def _key(override: str) -> str:
+    """The key of ``override``, without the sign in front of it."""
+    return override.partition("=")[0].lstrip("~+")
+
+
+def _no_file(
+    file: str, overrides: Sequence[str], options: Callable[[str], Sequence[str]]
+) -> str | None:
+    group, _, name = file.removesuffix(".yaml").rpartition("/")
+    known = options(group)
+    if not known:
+        return None
+    if not group:
+        return (
+            f"--config-name={name}: there is no such config.{_guess(name, known, '--config-name=')}"
+        )
+    typed = next((text for text in overrides if _key(text).partition("@")[0] == group), None)
+    where = f"{group}={name}" if typed else f"{group}/{name}.yaml"
+    return f"{where}: there is no such file.{_guess(name, known, f'{group}=')}"
+
+
+def _no_key(key: str, value: str, cfg: DictConfig) -> str:
+    *parents, last = key.split(".")
+    node, above = cfg, ""
+    for part in parents:
+        if part not in node:
+            return f"there is no {above}{part}.{_guess(part, _names(node), above)}"
+        child = None if OmegaConf.is_missing(node, part) else node[part]
+        if not isinstance(child, DictConfig):
+            return f"{above}{part} has no keys below it."
+        node, above = child, f"{above}{part}."
+    near = difflib.get_close_matches(last, _names(node), n=1)
+    if not near:
+        # Typed in the wrong place: max_epochs for trainer.max_epochs.
+        elsewhere = [path for path in _leaves(cfg) if path.rpartition(".")[2] == last]
+        if elsewhere:
+            return f"there is no {key}. Did you mean {' or '.join(elsewhere[:3])}?"
+    return f"there is no {key}.{_guess(last, _names(node), above)}"
+
+
+def _guess(name: str, known: Sequence[str], before: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f" Did you mean {before}{near[0]}?"
+    if len(known) > _MOST_NAMES:
+        return " --cfg job prints what there is."
+    return f" There is: {', '.join(known)}."
+
+
+def _names(node: DictConfig) -> list[str]:
+    return [str(key) for key in node if key != "hydra"]
+
+
+def _leaves(node: DictConfig, above: str = "") -> Iterator[str]:
+    for key in _names(node):
+        yield f"{above}{key}"
+        if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
+            child = node[key]
+            if isinstance(child, DictConfig):
+                yield from _leaves(child, f"{above}{key}.")
