@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.window import WindowTotals
 from lightning_dp.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -19,11 +21,14 @@ class LossWeights:
 
     Attributes:
         weight: What its loss counts: 1, or what ``training_step`` returned beside it.
+        any_since_step: Whether a micro-batch of this rank has counted anything since the last step.
     """
 
     def __init__(self) -> None:
         self.weight = 1.0
+        self.any_since_step = False
         self._said_none = False
+        self._said_empty = False
 
     def weigh(self, output: Any, group: ReplicaGroup) -> Any:
         """Read the weight of ``training_step``'s output.
@@ -39,6 +44,11 @@ class LossWeights:
         Raises:
             ConfigError: The weight is not a number, or below zero.
         """
+        output = self._read(output, group)
+        self.any_since_step |= self.weight > 0
+        return output
+
+    def _read(self, output: Any, group: ReplicaGroup) -> Any:
         self.weight = 1.0
         if output is None and group.world_size > 1:
             return self._no_loss(group)
@@ -66,5 +76,32 @@ class LossWeights:
         return torch.zeros((), device=group.device, requires_grad=True)
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """Return the loss to back-propagate."""
+        """Return the loss to back-propagate.
+
+        A mean over no tokens is 0 / 0. Weight 0 says that it must not count, and NaN times 0 is NaN: such
+        a micro-batch takes part with a loss of zero in place of its own.
+        """
+        if self.weight == 0 and not bool(loss.detach().isfinite()):
+            return torch.zeros_like(loss, requires_grad=True)
         return loss if self.weight == 1.0 else loss * self.weight
+
+    def after_step(self, step: int, totals: Callable[[], WindowTotals | None], rank: int) -> None:
+        """Warn once, on rank 0, of an optimizer step for which nothing on any rank counted.
+
+        Args:
+            step: Number of the step, from 0.
+            totals: Read only if this rank's micro-batches counted nothing: on an accelerator it waits.
+            rank: This process.
+        """
+        counted, self.any_since_step = self.any_since_step, False
+        if counted or self._said_empty or rank != 0:
+            return
+        window = totals()
+        if window is not None and window.weight == 0:
+            self._said_empty = True
+            log.warning(
+                "lean_ddp: step %d: every micro-batch on every rank had weight 0, so nothing counted and"
+                " the gradients are zero. The optimizer stepped with them; later steps of this kind are"
+                " not reported.",
+                step,
+            )

@@ -164,7 +164,8 @@ class ReplicaEngine:
             return
         if self._automatic and self.trainer is not None:
             divisor = self.trainer.accumulate_grad_batches
-            self.window.add(self.losses.weight, loss.detach() * divisor, divisor)
+            weight = self.losses.weight
+            self.window.add(weight, loss.detach() * divisor if weight else None, divisor)
         else:
             self.windows.note_manual_backward()
         try:
@@ -240,6 +241,9 @@ class ReplicaEngine:
         scale = self.scale()
         skipped = scale is not None and scale_before is not None and scale < scale_before
         self.windows.note_step(skipped=skipped)
+        if self._automatic and self.trainer is not None:
+            step = self.trainer.global_step
+            self.losses.after_step(step, lambda: reducer.totals, reducer.group.rank)
         self.steps += 1
         if self._averaged:
             self.before_use(between_steps=True)

@@ -187,6 +187,63 @@ def test_random_token_counts_windows_and_ranks(seed):
     ranks(_tokens, world_size, lengths, window)
 
 
+class Padded(pl.LightningModule):
+    """Row ``i`` of the data is ``lengths[i]`` tokens; the loss is a mean over them, 0 / 0 for none."""
+
+    def __init__(self, lengths, finite):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 5).double()
+        self.lengths, self.finite = lengths, finite
+        self.gradients, self.losses = [], []
+
+    def training_step(self, batch, batch_idx):
+        target = torch.full((6,), -100)
+        target[: self.lengths[int(batch)]] = 2
+        logits = self.net(torch.ones(6, 3).double())
+        loss = nn.functional.cross_entropy(logits, target)
+        weight = (target != -100).sum()
+        return {"loss": logits.sum() if self.finite and not weight else loss, "weight": weight}
+
+    def on_before_optimizer_step(self, optimizer):
+        self.gradients.append(
+            [None if p.grad is None else p.grad.clone() for p in self.parameters()]
+        )
+        self.losses.append(self.trainer.strategy.window_totals.loss)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _padded(rank, world_size, port, lengths, finite):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lightning_dp.losses").addHandler(handler)
+    module = Padded(lengths, finite)
+    mine = list(range(rank, len(lengths), world_size))
+    data = DataLoader(range(len(lengths)), batch_size=1, sampler=InOrder(mine))
+    t = trainer(world_size, port, lean(), accumulate_grad_batches=2, use_distributed_sampler=False)
+    t.fit(module, data)
+    finite = all(bool(p.isfinite().all()) for p in module.parameters())
+    zero = [all(g is None or not g.any() for g in step) for step in module.gradients]
+    return finite, zero, module.losses[-1], [text for text in said if "weight 0" in text]
+
+
+@pytest.mark.parametrize("finite", [False, True])
+def test_a_window_in_which_nothing_counts_changes_nothing_and_is_said_once(finite):
+    """Windows of two ranks and two micro-batches: one row empty, all empty twice, none empty."""
+    lengths = [4, 0, 2, 3] + [0] * 8 + [1, 2, 3, 4]
+    first, second = ranks(_padded, 2, lengths, finite)
+    for result in (first, second):
+        assert result[0]
+        assert result[1] == [False, True, True, False]
+    assert first[2] == pytest.approx(second[2])
+    (said,) = first[3]
+    assert "step 1:" in said
+    assert second[3] == []
+
+
 class Manual(pl.LightningModule):
     def __init__(self, per_step, context):
         super().__init__()
