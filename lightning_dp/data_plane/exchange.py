@@ -104,14 +104,18 @@ class GroupAlignment:
         group: Who takes part.
         uneven: ``"error"`` or ``"min"``.
         same_data: What to do if ranks see the same first batch: ``"warn"``, ``"error"`` or ``"off"``.
-        name: The loader's class, for messages.
+        name: The class of the user's dataset or loader, for messages.
+        advice: What to do about different numbers of batches.
     """
 
-    def __init__(self, group: ReplicaGroup, uneven: str, same_data: str, name: str) -> None:
+    def __init__(
+        self, group: ReplicaGroup, uneven: str, same_data: str, name: str, advice: str
+    ) -> None:
         self._group = group
         self._uneven = uneven
         self._same_data = same_data
         self._name = name
+        self._advice = advice
         self._looked = False
         self._steps = 0
 
@@ -172,13 +176,14 @@ class GroupAlignment:
         if len(over) == len(flags):
             return
         message = (
-            f"{self._name}: rank(s) {over} ran out of data after {self._steps} batches, while rank(s)"
-            f" {[rank for rank, flag in enumerate(flags) if flag]} have more."
+            f"The training data ({self._name}) ends at different steps: in this pass rank(s) {over} had"
+            f" {self._steps} batches, and rank(s) {[rank for rank, flag in enumerate(flags) if flag]} have"
+            " more."
         )
         if self._uneven == "error":
             raise UnevenShardError(
-                f"{message} Give all ranks the same number of batches, or choose uneven_train='min' to"
-                " stop all of them here (iterable='shard' shares a dataset evenly).",
+                f"{message} (Batches are read ahead: training had not come to the last of them.)"
+                f" {self._advice}",
                 ranks=over,
             )
         if self._group.rank == 0:

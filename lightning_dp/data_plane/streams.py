@@ -39,6 +39,8 @@ def prepare_stream(
     Collective: every rank, for each loader in turn. Blocks.
     """
     options = ranks.options
+    name = type(getattr(loader, "dataset", loader)).__name__  # the user's, before it is shared
+    advice = _advice(loader, ranks)
     if is_stream(loader) and (targets := LoaderParts.of(loader).epoch_targets):
         loader = copy_loader(loader, sampler=EpochSampler(loader.sampler, targets))
     if is_stream(loader) and not ranks.hands_off:
@@ -49,19 +51,35 @@ def prepare_stream(
             loader = shard_iterable(loader, shard.rank, shard.world_size, equal=training)
     if not training:
         return loader
-    length = _common_length(loader, ranks)
+    length = _common_length(loader, ranks, name, advice)
     by_user = isinstance(loader, DataLoader) and not is_stream(loader)
     if by_user and length is None:
         return loader  # its length is known, and the same everywhere
     alignment = None
     if ranks.world_size > 1:
         same_data = "off" if ranks.hands_off or by_user else options.iterable
-        name = type(getattr(loader, "dataset", loader)).__name__
-        alignment = GroupAlignment(ranks.group, options.uneven_train, same_data, name)
+        alignment = GroupAlignment(ranks.group, options.uneven_train, same_data, name, advice)
     return align(loader, trained, alignment, length, keep)
 
 
-def _common_length(loader: Any, ranks: Ranks) -> int | None:
+def _advice(loader: Any, ranks: Ranks) -> str:
+    """What helps if this loader gives ranks different numbers of batches."""
+    common = "choose uneven_train='min' to stop all ranks with the first"
+    if not is_stream(loader) or ranks.hands_off:
+        return f"Give all ranks the same number of batches, or {common}."
+    if ranks.options.iterable == "shard":
+        return (
+            "iterable='shard' needs a dataset that yields the same items on every rank, and this one does"
+            " not. Fix that; or, if it picks its own part on each rank, choose iterable='off' and let all parts"
+            f" give the same number of batches; or {common}."
+        )
+    return (
+        "Let the dataset yield the same number on every rank; or let it yield everything on every rank and"
+        f" choose iterable='shard', which shares it evenly; or {common}."
+    )
+
+
+def _common_length(loader: Any, ranks: Ranks, name: str, advice: str) -> int | None:
     """Compare lengths; return the least where they differ and that is allowed."""
     lengths = ranks.group.all_gather_object(sized(loader))
     if len(set(lengths)) == 1:
@@ -70,9 +88,8 @@ def _common_length(loader: Any, ranks: Ranks) -> int | None:
     short = [rank for rank, length in enumerate(lengths) if length == least]
     if ranks.options.uneven_train == "error":
         raise UnevenShardError(
-            f"The training loader ({type(loader).__name__}) has another number of batches on each rank:"
-            f" {lengths} by rank. Rank(s) {short} would run out first. Give all ranks the same number, or"
-            f" choose uneven_train='min' to stop all of them after {least}.",
+            f"The training data ({name}) has another number of batches on each rank: {lengths} by rank."
+            f" Rank(s) {short} would run out first, after {least}. {advice}",
             ranks=short,
         )
     return least

@@ -168,6 +168,34 @@ def test_uneven_ends_are_an_error_that_names_the_ranks(kind):
         assert "uneven_train='min'" in message
 
 
+@pytest.mark.parametrize(
+    ("kind", "iterable", "batches", "says", "not_said"),
+    [
+        ("no length", "shard", 3, "needs a dataset that yields the same items", "shares it evenly"),
+        ("no length", "off", 6, "iterable='shard', which shares it evenly", "needs a dataset"),
+        ("no loader", "off", 3, "same number of batches, or choose", "shard"),
+    ],
+)
+def test_uneven_ends_are_told_in_the_users_words(kind, iterable, batches, says, not_said):
+    """Once it named a class of ours, and recommended what was chosen already."""
+
+    def make(rank):
+        if kind == "no loader":
+            return UNEVEN[kind](rank)
+        return DataLoader(Stream(20 - 8 * rank), batch_size=2)
+
+    def refused(rank, world_size, port):
+        with pytest.raises(UnevenShardError) as caught:
+            fit(rank, world_size, port, Learner(), None, {"iterable": iterable}, make(rank))
+        return str(caught.value)
+
+    for message in ranks(refused, 2, timeout_s=20):
+        assert f"rank(s) [1] had {batches} batches, and rank(s) [0] have more" in message
+        assert says in message
+        assert not_said not in message
+        assert ("(Batches)" if kind == "no loader" else "(Stream)") in message
+
+
 @pytest.mark.parametrize("kind", UNEVEN)
 def test_uneven_ends_can_be_a_common_end(kind):
     options = {"uneven_train": "min", "iterable": "off"}
