@@ -191,8 +191,13 @@ class Stopper:
         saved = ""
         if fitting and self._on_preempt == "checkpoint":
             path = checkpoint_path(trainer)
-            trainer.save_checkpoint(path)
-            saved = f"; checkpoint: {path}"
+            if path is None:
+                saved = (
+                    "; nothing was saved, because checkpointing is off (enable_checkpointing=False)"
+                )
+            else:
+                trainer.save_checkpoint(path, weights_only=False)
+                saved = f"; checkpoint: {path}"
         names = ", ".join(sorted({name_of(number) for number in preemption.received}))
         why = f" ({names})" if names else ""
         rank_zero_info(
@@ -201,12 +206,18 @@ class Stopper:
         )
 
 
-def checkpoint_path(trainer: pl.Trainer) -> str:
+def checkpoint_path(trainer: pl.Trainer) -> str | None:
     """Where a preempted run's checkpoint goes: where ``ckpt_path="last"`` looks for it.
 
     Args:
-        trainer: Its first ``ModelCheckpoint`` says where; without one, ``default_root_dir`` does.
+        trainer: Its first ``ModelCheckpoint`` says where; without one (another ``Checkpoint`` callback),
+            ``default_root_dir`` does.
+
+    Returns:
+        None for a run that asked for no files: ``enable_checkpointing=False``, ``fast_dev_run``.
     """
+    if not trainer.checkpoint_callbacks or getattr(trainer, "fast_dev_run", False):
+        return None
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint):
             continue

@@ -1,5 +1,6 @@
 """Asked to stop: all ranks stop at the same step, a checkpoint is there, exit code 143."""
 
+import logging
 import os
 import random
 import signal
@@ -216,6 +217,34 @@ def test_on_preempt_says_whether_a_checkpoint_is_written(on_preempt, code, saved
     results = run_ranks(_ignored, 2, free_port(), tmp_path, on_preempt, init_process_group=False)
     assert {result[0] for result in results} == {code}
     assert len(checkpoints(tmp_path)) == saved
+
+
+def _without_checkpoints(rank, world_size, port, root):
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    for name in ("lightning_utilities.core.rank_zero", "lightning.pytorch"):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(logging.INFO)
+    module = Slow(
+        {"train": lambda: DataLoader(Numbers(48), batch_size=2)},
+        0.02,
+        ("train", 3) if rank else None,
+    )
+    module.val_dataloader = None
+    made = trainer(world_size, port, root=root, max_epochs=2, limit_val_batches=0)
+    with pytest.raises(SystemExit) as stopped:
+        made.fit(module)
+    return stopped.value.code, "\n".join(told)
+
+
+def test_a_run_that_asked_for_no_files_leaves_none_when_it_is_stopped(tmp_path):
+    results = run_ranks(
+        _without_checkpoints, 2, free_port(), tmp_path, init_process_group=False, grace_s=10
+    )
+    assert [code for code, _ in results] == [143, 143]
+    assert "nothing was saved, because checkpointing is off" in results[0][1]
+    assert list(tmp_path.rglob("*.ckpt")) == []
 
 
 def _on_slurm(rank, world_size, port, root):
