@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import torch.distributed as dist
 
 from lightning_dp.engine.patience import wait_patiently
-from lightning_dp.errors import RankFailedError
 from lightning_dp.faults.channel import FailureChannel
 from lightning_dp.faults.interrupt import Interrupter
 from lightning_dp.faults.liveness import ProcessIdentity
@@ -86,7 +85,8 @@ class Guard:
                     self._interrupter.disarm()
                     replacement = self._failed(error)
                     if replacement is not None:
-                        raise replacement from error
+                        # Not "from error": a lost connection above the cause would only bury it.
+                        raise replacement from None
                     raise
         except BaseException as error:
             self.failing = not self._is_agreed(error)  # also if the interrupt hit the handler above
@@ -175,7 +175,7 @@ class Guard:
             else:
                 plain()
 
-    def _barrier_mismatch(self, channel: FailureChannel, name: str, theirs: str) -> RankFailedError:
+    def _barrier_mismatch(self, channel: FailureChannel, name: str, theirs: str) -> BaseException:
         record = FailureRecord(
             rank=-1,
             error_type="barrier mismatch",

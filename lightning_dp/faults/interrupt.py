@@ -15,15 +15,21 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from lightning_dp.faults.ctrl_c import CtrlC
+
 
 class Interrupter:
     """Delivers one exception into the thread that called :meth:`armed`.
 
     In the main thread a signal is used. A trainer that runs in another thread is interrupted between two
     bytecodes, which cannot end a blocking call.
+
+    Attributes:
+        ctrl_c: What became of Ctrl+C.
     """
 
     def __init__(self) -> None:
+        self.ctrl_c = CtrlC()
         self._thread_id = 0
         self._in_main = False
         self._armed = False
@@ -40,7 +46,8 @@ class Interrupter:
             signal.signal(signal.SIGURG, self._handle)
         self._armed = True
         try:
-            yield
+            with self.ctrl_c.watched():
+                yield
         finally:
             self.disarm()
             if self._in_main and hasattr(signal, "SIGURG"):

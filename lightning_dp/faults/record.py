@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,6 +24,8 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 _CONSEQUENCE_TYPES = (CollectiveError, RankFailedError, dist.DistError)
+_OWN_PREFIX = re.compile(r"^\[lean_ddp rank \d+/\d+\] ")
+_BRIEF = "lean_ddp_brief"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,25 @@ class FailureRecord:
             where=where,
         )
 
+    @classmethod
+    def interrupted(cls, rank: int, where: str = "") -> FailureRecord:
+        """``rank`` was interrupted (Ctrl+C), but cannot say so itself."""
+        return cls(rank, KeyboardInterrupt.__name__, "", where=where)
+
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether somebody ended the run on purpose (Ctrl+C); nothing has failed then."""
+        return self.error_type == KeyboardInterrupt.__name__
+
+    def is_of_this_machine(self) -> bool:
+        """Whether the failing rank ran, or runs, beside this process."""
+        return self.host in (socket.gethostname(), "this machine", "the ranks")
+
+    def is_like(self, exc: BaseException) -> bool:
+        """Whether ``exc``, of another rank, says the same."""
+        mine, theirs = (_OWN_PREFIX.sub("", text) for text in (self.message, str(exc)))
+        return self.error_type == type(exc).__name__ and mine == theirs
+
     def to_json(self) -> str:
         """Encode for a store."""
         return json.dumps(dataclasses.asdict(self))
@@ -77,13 +99,17 @@ class FailureRecord:
         """One sentence: who, where, what."""
         who = f"rank {self.rank} ({self.host}, process {self.pid})" if self.rank >= 0 else self.host
         where = f" in {self.where}" if self.where else ""
+        if self.is_interrupt:
+            return f"{who} was interrupted (Ctrl+C){where}"
         what = f"{self.error_type}: {self.message}" if self.message else self.error_type
         return f"{who} failed first{where}: {what}"
 
-    def to_error(self, rank: int | None, world_size: int) -> RankFailedError:
+    def to_error(self, rank: int | None, world_size: int) -> RankFailedError | KeyboardInterrupt:
         """The error to raise on ``rank``, which did nothing wrong; None for a process that is no rank."""
         who = f"[lean_ddp rank {rank}/{world_size}]" if rank is not None else "[lean_ddp]"
         told = f"{who} {self.headline()}"
+        if self.is_interrupt:
+            return KeyboardInterrupt(told)
         if self.traceback:
             told += f"\n--- traceback of rank {self.rank} ---\n{self.traceback.rstrip()}"
             told += f"\n--- this was rank {self.rank}; the error above ended the run"
@@ -115,6 +141,23 @@ def is_consequence(exc: BaseException) -> bool:
             return True
         current = current.__cause__ or current.__context__
     return False
+
+
+def first_line(text: str) -> str:
+    """The first line of ``text``, at most 200 characters of it."""
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    return line if len(line) <= 200 else f"{line[:197]}..."
+
+
+def say_briefly(exc: BaseException, text: str) -> None:
+    """Let one line stand for ``exc`` if it ends the program: another rank prints it in full."""
+    with contextlib.suppress(AttributeError):
+        setattr(exc, _BRIEF, text)
+
+
+def brief_of(exc: BaseException | None) -> str:
+    """The line that stands for ``exc``; empty if it is to be printed in full."""
+    return str(getattr(exc, _BRIEF, ""))
 
 
 def add_note(exc: BaseException, note: str) -> None:

@@ -10,7 +10,13 @@ import torch.distributed as dist
 
 from lightning_dp.errors import RankFailedError
 from lightning_dp.faults.channel import FailureChannel
-from lightning_dp.faults.record import FailureRecord, add_note, is_consequence
+from lightning_dp.faults.record import (
+    FailureRecord,
+    add_note,
+    first_line,
+    is_consequence,
+    say_briefly,
+)
 from lightning_dp.faults.waits import ADVICE
 from lightning_dp.faults.watch import Watch
 
@@ -92,14 +98,29 @@ def _blame(
 
 def explain(
     first: FailureRecord | None, channel: FailureChannel, error: BaseException
-) -> RankFailedError | None:
-    """The error to raise in place of ``error``, if that is only a consequence; else a note on it."""
+) -> BaseException | None:
+    """The error to raise in place of ``error``, if that is only a consequence; else a note on it.
+
+    Where another rank of this machine prints what happened in full, one line is enough here, if the error
+    ends the program. A rank that died without a word prints nothing, so rank 0 does.
+    """
     if first is None or first.rank == channel.rank:
         return None
-    if isinstance(error, RankFailedError) and error.rank == first.rank:
+    who = f"[lean_ddp rank {channel.rank}/{channel.world_size}]"
+    if first.is_interrupt and isinstance(error, KeyboardInterrupt):
+        say_briefly(error, f"{who} {first.headline()}")
+        return None
+    if first.is_like(error):
+        text = f"{type(error).__name__}: {first_line(first.message)}"
+        say_briefly(error, f"{who} {text} (as on rank {first.rank}, which prints it in full)")
         return None
     if is_consequence(error):
-        return first.to_error(channel.rank, channel.world_size)
+        told = isinstance(error, RankFailedError) and error.rank == first.rank
+        replacement = None if told else first.to_error(channel.rank, channel.world_size)
+        if first.is_of_this_machine() and (first.traceback or channel.rank != 0):
+            shown = f" (rank {first.rank} prints its traceback)" if first.traceback else ""
+            say_briefly(replacement or error, f"{who} {first_line(first.headline())}{shown}")
+        return replacement
     add_note(error, f"lean_ddp: {first.headline()}")
     return None
 

@@ -132,9 +132,13 @@ class Watch:
         """One round."""
         if self._parent_pid is not None and parent_has_gone(self._parent_pid):
             self._exit("the process that started this rank has gone", 1)
+        self._interrupter.ctrl_c.look()
         self._answered = self.channel.answer(self._answered)
         if self.first is None:
             self.first = self.channel.first() or self._peers.find_dead(self.channel)
+        if self.first is None and self._interrupter.ctrl_c.is_stuck(self._grace_s):
+            record = FailureRecord.interrupted(self.channel.rank, self._where())
+            self.first = self.channel.publish(record)
         if self.first is not None:
             self._act(self.first)
             return
@@ -163,7 +167,8 @@ class Watch:
             self._sockets.close_all()
             for group in self._groups():
                 group.abort()  # ends NCCL's collectives; gloo's have lost their connections
-        self._interrupter.fire(lambda: record.to_error(rank, world_size))
+        if record.rank != rank:  # its own Ctrl+C is raised as soon as it looks
+            self._interrupter.fire(lambda: record.to_error(rank, world_size))
 
     def _store_lost(self, error: BaseException) -> None:
         """The process that hosts the store has gone, and the store with it."""

@@ -84,13 +84,24 @@ class Children:
 
         Returns:
             Whether all ended by themselves.
+
+        Raises:
+            KeyboardInterrupt: Ctrl+C; those left have been ended.
         """
+        try:
+            return self._wait(limit_s, note_after_s)
+        except BaseException:  # Ctrl+C: whoever waits for them no longer wants them
+            self.send(signal.SIGKILL)
+            raise
+
+    def _wait(self, limit_s: float | None, note_after_s: float) -> bool:
         begin = time.monotonic()
         noted = False
         while running := self.running():
             waited = time.monotonic() - begin
             if limit_s is not None and waited > limit_s:
-                log.warning("lean_ddp: rank(s) %s did not stop: ending them.", _names(running))
+                if limit_s > 0:
+                    log.warning("lean_ddp: rank(s) %s did not stop: ending them.", _names(running))
                 self.send(signal.SIGKILL)
                 for process in self.processes:
                     process.wait()

@@ -1,4 +1,4 @@
-"""A launcher ends with the code of the rank that failed first.
+"""A program ends with the code of the rank that failed first, and says once what happened.
 
 Python ends with 1 after any exception. What a shell or a scheduler should see is the code of the rank whose
 failure ended the run, when it is above 0: ``os._exit(3)`` on rank 1 makes the program end with 3.
@@ -10,6 +10,8 @@ import atexit
 import os
 import sys
 from types import TracebackType
+
+from lightning_dp.faults.record import brief_of
 
 PREEMPTED = 128 + 15  # SIGTERM, as shells count it
 
@@ -27,7 +29,11 @@ def arm() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        previous(kind, error, traceback)
+        line = brief_of(error)
+        if line:
+            sys.stderr.write(f"{line}\n")
+        else:
+            previous(kind, error, traceback)
         code = code_of(error)
         if code > 1:  # with 1 Python ends by itself
             remember(code)

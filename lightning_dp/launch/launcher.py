@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_dp import hydra_seams, run_seams
+from lightning_dp.faults.record import brief_of
 from lightning_dp.hydra_seams import HydraJob
 from lightning_dp.launch import exit_code
 from lightning_dp.launch import session as sessions
@@ -96,14 +98,23 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
                 lambda error: _end_job(error, is_sweep=is_sweep)
             )
         if not self.cluster_environment.creates_processes_externally and self._wanted > 1:
-            self._start(session, job)
+            with session.unfinished():
+                self._start(session, job)
         run_seams.set_num_threads(self.num_processes)
         return supervisor.run(trainer, function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
-        """Send ``signum`` to the ranks started here."""
+        """Send ``signum`` to the ranks started here.
+
+        SIGKILL comes from Lightning after Ctrl+C. Ranks that have been told leave by themselves, through
+        their ``finally`` blocks; what is left after 3 ``error_grace_s`` is ended.
+        """
         session = sessions.current()
-        if session is not None:
+        if session is None:
+            return
+        if signum == getattr(signal, "SIGKILL", None):
+            session.end_children(told=self._supervisor.guard.first is not None)
+        else:
             session.children.send(signum)
 
     @property
@@ -159,7 +170,10 @@ def _end_job(error: BaseException | None, *, is_sweep: bool) -> BaseException | 
     code = exit_code.code_of(error)
     if code > 1 and not is_sweep:
         exit_code.remember(code)
-    return sessions.end(failed=error is not None)
+    line = brief_of(error)
+    failure = sessions.end(failed=error is not None)
+    # A sweep's result stays what it is, for sweepers that look at it.
+    return hydra_seams.one_line(line) if line and not is_sweep else failure
 
 
 def _job_key(job: HydraJob | None) -> str:

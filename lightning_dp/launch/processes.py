@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_dp.launch.supervisor import Supervisor
 
 FIRST_ERROR = "first error"
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 
 
 class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
@@ -66,9 +69,10 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         Collective: none; the calling process is no rank.
         """
         exit_code.arm()
-        session = sessions.Session("processes", self._supervisor.options.error_grace_s)
+        grace_s = self._supervisor.options.error_grace_s
+        session = sessions.Session("processes", grace_s)
         try:
-            with self._environment(session), self._forwarding():
+            with _ending_processes(grace_s), self._environment(session), self._forwarding():
                 return super().launch(function, *args, trainer=trainer, **kwargs)
         except (ProcessRaisedException, ProcessExitedException) as error:
             self._supervisor.guard.failing = True  # nothing here is a rank's state
@@ -159,6 +163,38 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
             if first is not None and session.store is not None:
                 with contextlib.suppress(RuntimeError):
                     session.store.compare_set(FIRST_ERROR, "", first.to_json())
+            if isinstance(error, KeyboardInterrupt):
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does: it is ending
             if trainer is not None:
                 run_seams.interrupt(trainer, error)
+            if isinstance(error, KeyboardInterrupt):
+                raise SystemExit(1) from None  # torch would end the process with code 0
             raise
+
+
+@contextlib.contextmanager
+def _ending_processes(grace_s: float) -> Iterator[None]:
+    """Leave no process behind when the launching one is interrupted (Ctrl+C, a notebook's stop button).
+
+    A terminal sends SIGINT to all of them, a notebook and ``kill`` to one. So those that do not end by
+    themselves are interrupted, and those that then do not stop are ended.
+
+    Args:
+        grace_s: Seconds between two steps.
+    """
+    others = set(multiprocessing.active_children())
+    try:
+        yield
+    except (ProcessRaisedException, ProcessExitedException):
+        raise  # torch has ended them
+    except BaseException:
+        ranks = [process for process in multiprocessing.active_children() if process not in others]
+        for number, wait_s in ((None, 1.0), (signal.SIGINT, 2 * grace_s), (_KILL, grace_s)):
+            for process in ranks:
+                if number is not None and process.pid is not None and process.is_alive():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, number)
+            deadline = time.monotonic() + wait_s
+            for process in ranks:
+                process.join(max(0.0, deadline - time.monotonic()))
+        raise

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
@@ -128,6 +129,32 @@ class Session:
                 os.environ[name] = value
         return None if failed else error
 
+    @contextlib.contextmanager
+    def unfinished(
+        self, is_agreed: Callable[[BaseException], bool] = lambda error: False
+    ) -> Iterator[None]:
+        """Failed until the ``with`` block has ended well, or with an exception that ``is_agreed``.
+
+        Nothing that arrives at an awkward moment (a second Ctrl+C inside the handling of the first) can
+        then leave a session that waits without a limit for ranks that nobody told.
+        """
+        before, self.failed = self.failed, True
+        try:
+            yield
+        except BaseException as error:
+            if is_agreed(error):
+                self.failed = before
+            raise
+        self.failed = before
+
+    def end_children(self, told: bool) -> None:
+        """End the ranks started here: at once, or with time to leave if they know why.
+
+        Collective: none. Returns within 3 ``grace_s``.
+        """
+        self.failed = True
+        self.children.wait(3 * self.grace_s if told else 0.0)
+
     def _limit_s(self, failed: bool) -> float | None:
         return 3 * self.grace_s if failed else None
 
@@ -150,7 +177,11 @@ class Session:
             if store is not None:
                 store.set(_exiting(ProcessIdentity.of_this_process()), "1")
                 store.add("gone", 1)
-        error = self._reap(self._limit_s(self.failed or crashed))
+        try:
+            error = self._reap(self._limit_s(self.failed or crashed))
+        except KeyboardInterrupt:  # those that were waited for have been ended
+            exit_code.remember(1)
+            return
         if error is not None and not self.failed:
             log.error("%s", error)
             exit_code.remember(getattr(error, "exit_code", 1))

@@ -105,8 +105,10 @@ class Supervisor:
         """
         self.preemption = Preemption()
         self._view.trainer = trainer
+        session = self._session
+        unfinished = session.unfinished(self._is_agreed) if session else contextlib.nullcontext()
         try:
-            with self.guard.guarding(), self._stoppable(trainer):
+            with unfinished, self.guard.guarding(), self._stoppable(trainer):
                 return function(*args, **kwargs)
         finally:
             if self._session is not None:

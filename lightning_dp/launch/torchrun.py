@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from lightning_dp.errors import RankFailedError
+from lightning_dp.faults.record import brief_of
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _LATER_S = 60
@@ -18,7 +19,8 @@ def record(error: BaseException) -> None:
 
     torchrun takes the failure with the earliest second for the root cause, and the first rank's of
     several in one second. A rank that failed because another one did says that it failed later, and
-    shows the other one's traceback. Does nothing where torchrun did not start this process.
+    shows the other one's traceback, or one line where the same summary holds that already. Does nothing
+    where torchrun did not start this process.
     """
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
@@ -26,11 +28,12 @@ def record(error: BaseException) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
-    if isinstance(error, RankFailedError):
+    line = brief_of(error)
+    if line or isinstance(error, RankFailedError):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             file = Path(path)
             told = json.loads(file.read_text())
             info = told["message"]["extraInfo"]
             info["timestamp"] = str(int(info["timestamp"]) + _LATER_S)
-            info["py_callstack"] = str(error)
+            info["py_callstack"] = line or str(error)
             file.write_text(json.dumps(told))

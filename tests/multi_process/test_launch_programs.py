@@ -67,26 +67,59 @@ def test_a_program_from_stdin_is_refused_with_the_fix(tmp_path):
     assert "lean_ddp_notebook" in run.out
 
 
-def test_ctrl_c_ends_all_ranks(tmp_path):
-    """Within seconds, in one of two attempts: once, on a machine at four times its load, the launching
-    process waited for rank 1's sleep of 60 s instead of ending it, which is not explained yet."""
-    seconds = []
-    for number in range(2):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        program = Program(python(TRAIN, str(folder), "-1:train:none", "others=sleep"), cwd=folder)
-        program.wait_for("AT rank 0")
-        program.wait_for("AT rank 1")
-        os.kill(program.process.pid, signal.SIGINT)
-        begin = time.monotonic()
-        run = program.finish()
-        seconds.append(time.monotonic() - begin)
-        if seconds[-1] < 12:
-            break
-    assert seconds[-1] < 12, seconds
+@pytest.mark.parametrize("strategy", ["lean_ddp", "lean_ddp_fork"])
+def test_ctrl_c_ends_all_ranks(strategy, tmp_path):
+    """SIGINT to the launching process only, as from ``kill`` or a notebook."""
+    program = Program(
+        python(TRAIN, str(tmp_path), "-1:train:none", "others=sleep", f"strategy={strategy}"),
+        cwd=tmp_path,
+    )
+    program.wait_for("AT rank 0")
+    program.wait_for("AT rank 1")
+    os.kill(program.process.pid, signal.SIGINT)
+    begin = time.monotonic()
+    run = program.finish()
+    assert time.monotonic() - begin < 12
     assert run.code == 1
     assert run.left == []
     assert "FINALLY rank 0" in run.out
+    assert "failed first" not in run.out  # nothing has failed
+    assert "Traceback" not in run.out
+    if strategy == "lean_ddp":
+        assert "FINALLY rank 1" in run.out  # it was told, and left by itself
+        assert "was interrupted (Ctrl+C) in fit, train, step 3" in run.out
+
+
+def test_ctrl_c_that_wakes_nobody_ends_all_ranks_too(tmp_path):
+    """Without the wake-up the main thread, and with it the program, sleeps its 60 s to the end."""
+    run = run_program(
+        python(TRAIN, str(tmp_path), "0:train:lost interrupt", "others=sleep"), cwd=tmp_path
+    )
+    assert run.seconds < 40, run.out
+    assert run.code == 1
+    assert run.left == []
+    assert "FINALLY rank 1" in run.out
+
+
+def test_an_error_of_all_ranks_is_printed_once(tmp_path):
+    run = run_program(python(TRAIN, str(tmp_path), "all:train:raise"), cwd=tmp_path)
+    assert run.code == 1
+    assert run.left == []
+    assert run.out.count("Traceback (most recent call last)") == 1, run.out
+    assert run.out.count("ValueError: boom in user code") == 2  # in full, and in one line
+    assert len(re.findall(r"\(as on rank \d, which prints it in full\)", run.out)) == 1
+    assert "failed first" not in run.out  # nobody is to blame more than the others
+
+
+def test_the_cause_is_not_buried_under_its_consequences(tmp_path):
+    run = run_program(python(TRAIN, str(tmp_path), "1:train:raise"), cwd=tmp_path)
+    assert run.code == 1
+    (told,) = [line for line in run.out.splitlines() if "[lean_ddp rank 0/2]" in line]
+    assert "failed first in fit, train, step 3: ValueError: boom in user code" in told
+    assert run.out.count("Traceback (most recent call last)") == 1, run.out  # of rank 1
+    assert "Connection closed" not in run.out
+    assert "another exception" not in run.out
+    assert "direct cause" not in run.out
 
 
 def test_several_trainers_and_a_rank_that_fails_after_them(tmp_path):

@@ -23,6 +23,11 @@ def test_the_summary_shows_the_real_traceback(tmp_path):
     assert "train.py" in summary
     assert "rank      : 1" in summary
     assert "<N/A>" not in summary
+    before = run.out[: run.out.index("Root Cause")]
+    before = before[before.index("ChildFailedError") :]
+    assert "Traceback" not in before  # rank 0's entry is a line, so that the cause stands out
+    assert "rank 1 (" in before
+    assert "Connection closed" not in run.out
 
 
 def test_a_restarted_hydra_run_resumes_in_its_folder(tmp_path):

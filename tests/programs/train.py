@@ -1,11 +1,12 @@
 """A training script as a user would write it; misbehaves as its arguments say. Run by the launch tests.
 
-train.py FOLDER [RANK:MOMENT:HOW] [key=value ...]
+train.py FOLDER [RANK:MOMENT:HOW] [key=value ...]      RANK may be "all"
 """
 
 import os
 import signal
 import sys
+import threading
 import time
 
 import lightning as L
@@ -31,6 +32,15 @@ def act():
         os.kill(os.getpid(), signal.SIGTERM)
     if HOW == "sleep":
         time.sleep(60)
+    if HOW == "lost interrupt":
+        threading.Thread(target=lost_interrupt).start()
+        time.sleep(60)
+
+
+def lost_interrupt():
+    """Ctrl+C as it can arrive between Python's last look and a system call: noted, but it wakes nobody."""
+    time.sleep(0.5)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
 
 class Model(BoringModel):
@@ -40,7 +50,7 @@ class Model(BoringModel):
         rank = self.trainer.global_rank
         if (
             moment == MOMENT
-            and str(rank) == WHO
+            and WHO in (str(rank), "all")
             and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         ):
             act()
@@ -49,7 +59,7 @@ class Model(BoringModel):
         if self.trainer.global_step == int(OPTIONS.get("step", 3)):
             print(f"AT rank {self.trainer.global_rank}", flush=True)
             self.reach("train")
-            if self.trainer.global_rank != int(WHO) and OPTIONS.get("others") == "sleep":
+            if str(self.trainer.global_rank) != WHO and OPTIONS.get("others") == "sleep":
                 time.sleep(60)
         time.sleep(float(OPTIONS.get("pause", 0)))
         return super().training_step(batch, batch_idx)

@@ -1,5 +1,7 @@
 """Parts of the failure channel that need no second process."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,11 +13,13 @@ import torch.distributed as dist
 
 from lightning_dp.errors import CollectiveError, RankFailedError
 from lightning_dp.faults.channel import FailureChannel
+from lightning_dp.faults.ctrl_c import CtrlC
 from lightning_dp.faults.interrupt import Interrupter
 from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.peers import Peers, describe_exit
 from lightning_dp.faults.preemption import StopLine
-from lightning_dp.faults.record import FailureRecord, exit_code_of, is_consequence
+from lightning_dp.faults.record import FailureRecord, brief_of, exit_code_of, is_consequence
+from lightning_dp.faults.settle import explain
 from lightning_dp.faults.store import empty_store
 from lightning_dp.faults.waits import (
     EngineWait,
@@ -143,6 +147,150 @@ def test_an_interrupt_ends_a_sleep_and_comes_only_while_armed():
     assert time.monotonic() - begin < 2
     interrupter.fire(lambda: RankFailedError("too late"))
     time.sleep(0.05)
+
+
+def test_ctrl_c_that_wakes_nobody_is_delivered():
+    """A signal that another thread receives ends no system call of the main thread's."""
+    ctrl_c, stop = CtrlC(), threading.Event()
+
+    def elsewhere():
+        time.sleep(0.1)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        while not stop.wait(0.05):
+            ctrl_c.look()
+
+    previous = signal.signal(signal.SIGURG, lambda *_: None)  # as the interrupter does
+    thread = threading.Thread(target=elsewhere)
+    begin = time.monotonic()
+    try:
+        with ctrl_c.watched():
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                time.sleep(10)
+    finally:
+        stop.set()
+        thread.join()
+        signal.signal(signal.SIGURG, previous)
+    assert time.monotonic() - begin < 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_ctrl_c_that_a_destructor_swallows_is_sent_again(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: None)
+    ctrl_c = CtrlC()
+
+    class Swallows:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    with ctrl_c.watched():
+        Swallows()
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c.look()
+
+
+def test_ctrl_c_is_stuck_where_the_main_thread_never_looks():
+    """In one long call of C, as a collective can be; in another program, for the call cannot be ended."""
+    program = (
+        "import hashlib, os, signal, threading, time\n"
+        "from lightning_dp.faults.ctrl_c import CtrlC\n"
+        "ctrl_c = CtrlC()\n"
+        "def look():\n"
+        "    time.sleep(0.2)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(0.2)\n"
+        "    ctrl_c.look()\n"
+        "    assert not ctrl_c.is_stuck(5.0)\n"
+        "    print('STUCK' if ctrl_c.is_stuck(0.0) else 'FREE', flush=True)\n"
+        "signal.signal(signal.SIGURG, lambda *_: None)\n"
+        "with ctrl_c.watched():\n"
+        "    thread = threading.Thread(target=look)\n"
+        "    thread.start()\n"
+        "    try:\n"
+        "        {wait}\n"
+        "        time.sleep(5)\n"
+        "    except KeyboardInterrupt:\n"
+        "        thread.join()\n"
+    )
+    waits = {
+        "STUCK": "hashlib.pbkdf2_hmac('sha256', b'', b'', 9_000_000)",  # more than a second
+        "FREE": "pass",
+    }
+    for told, wait in waits.items():
+        text = program.format(wait=wait)
+        run = subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, timeout=60
+        )
+        assert run.stdout.split() == [told], run.stderr
+
+
+@pytest.mark.parametrize("owner", ["asyncio", "handler"])
+def test_what_the_program_owns_is_left_alone(owner):
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    try:
+        if owner == "asyncio":
+            signal.set_wakeup_fd(write)
+        else:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with CtrlC().watched():
+            if owner == "handler":
+                assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            else:
+                assert signal.set_wakeup_fd(write) == write
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.close(read)
+        os.close(write)
+
+
+def test_a_forked_process_does_not_speak_for_its_parent():
+    ctrl_c = CtrlC()
+    with ctrl_c.watched():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        ctrl_c.look()
+        assert not ctrl_c.is_stuck(0.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "replaced_by", "brief"),
+    [
+        (ValueError("[lean_ddp rank 1/2] boom"), None, "(as on rank 0, which prints it in full)"),
+        (ValueError("another"), None, ""),
+        (RuntimeError("Connection closed by peer"), RankFailedError, "rank 0 prints its traceback"),
+    ],
+)
+def test_an_error_is_told_in_full_once(error, replaced_by, brief):
+    try:
+        raise ValueError("[lean_ddp rank 0/2] boom")
+    except ValueError as raised:
+        first = FailureRecord.from_exception(0, raised)
+    replacement = explain(first, FailureChannel(empty_store(), 1, 2), error)
+    assert type(replacement) is (replaced_by or type(None))
+    told = brief_of(replacement or error)
+    assert brief in told
+    assert bool(told) is bool(brief)
+    assert hasattr(error, "__notes__") is (not brief)
+
+
+def test_ctrl_c_is_no_failure_of_a_rank():
+    record = FailureRecord.from_exception(2, KeyboardInterrupt(), "fit, train, step 4")
+    assert "rank 2" in record.headline()
+    assert "was interrupted (Ctrl+C) in fit, train, step 4" in record.headline()
+    assert "failed" not in record.headline()
+    assert isinstance(record.to_error(0, 4), KeyboardInterrupt)
+    lost = RuntimeError("Connection closed by peer")
+    assert isinstance(explain(record, FailureChannel(empty_store(), 0, 4), lost), KeyboardInterrupt)
 
 
 def test_another_thread_is_interrupted_between_bytecodes():
