@@ -346,8 +346,10 @@ class LeanDDPStrategy(DDPStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Gather from all ranks; ragged shares are padded. Collective: every rank. Blocks."""
-        tensor = self._data_plane.before_all_gather(tensor, group, sync_grads=sync_grads)
-        return super().all_gather(tensor, group, sync_grads)
+        gather = partial(self._data_plane.all_gather, tensor, group, sync_grads=sync_grads)
+        everyone = group is None or group is torch.distributed.group.WORLD
+        what = "all_gather" if everyone else ""
+        return self._supervisor.while_waiting(what, gather, tensor.unsqueeze(0))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``validation_step``."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.patience import wait_patiently
 from lightning_dp.errors import ConfigError
 
 _FLOAT32_INTEGERS = 2**24
@@ -73,6 +74,56 @@ def pad_to_largest(tensor: Tensor, group: ReplicaGroup) -> tuple[Tensor, list[to
     for size, most in zip(reversed(tensor.shape), reversed(largest), strict=True):
         padding += [0, most - size]
     return (functional.pad(tensor, padding) if any(padding) else tensor), shapes
+
+
+class _AllGather(torch.autograd.Function):
+    """Each rank's tensor, stacked; a gradient goes back to the rank whose tensor it is of, summed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _stacked(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        whole = grads[0].clone(memory_format=torch.contiguous_format)  # the given one may be shared
+        wait_patiently(
+            dist.all_reduce(whole, group=ctx.group, async_op=True), on_host=_on_host(whole)
+        )
+        return whole[dist.get_rank(ctx.group)], None
+
+
+def all_gather(tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:
+    """Return every rank's ``tensor``, stacked by rank: shape ``(ranks, ...)``.
+
+    As Lightning's own, which uses a function that torch has deprecated.
+
+    Args:
+        tensor: The same shape and dtype on every rank.
+        group: Who takes part; ``None`` or Lightning's "all ranks" for the default group.
+        sync_grads: Whether gradients flow back, each to the rank that gave the tensor.
+
+    Collective: every rank of ``group``; with ``sync_grads`` its backward too. Blocks.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return tensor
+    members = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    if sync_grads:
+        gathered: Tensor = _AllGather.apply(tensor, members)  # type: ignore[no-untyped-call]
+        return gathered
+    with torch.no_grad():
+        return _stacked(tensor, members)
+
+
+def _stacked(tensor: Tensor, group: Any) -> Tensor:
+    gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    work = dist.all_gather(list(gathered), tensor.contiguous(), group=group, async_op=True)
+    wait_patiently(work, on_host=_on_host(tensor))
+    return gathered
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def gather_rows(rows: Tensor, indices: Sequence[Any], group: ReplicaGroup) -> Tensor:

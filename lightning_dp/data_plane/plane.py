@@ -206,18 +206,18 @@ class DataPlane:
             return tensor
         return gather.reduce_exactly(tensor, reduce_op, reduce)
 
-    def before_all_gather(self, tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:
-        """Return what to gather in the place of ``tensor``: of one shape on all ranks.
+    def all_gather(self, tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:
+        """Return every rank's ``tensor``, stacked; padded to one shape where shares are ragged.
 
         Raises:
             UnevenShardError: Inside a step that not all ranks make.
 
-        Collective: every rank, where shares are uneven. Blocks.
+        Collective: every rank of ``group``. Blocks.
         """
-        if self._evaluation is None:
-            return tensor
-        self._evaluation.check_step("all_gather")
-        return self._evaluation.padded(tensor, group, sync_grads=sync_grads)
+        if self._evaluation is not None:
+            self._evaluation.check_step("all_gather")
+            tensor = self._evaluation.padded(tensor, group, sync_grads=sync_grads)
+        return gather.all_gather(tensor, group, sync_grads=sync_grads)
 
     def gather_ragged(self, rows: Tensor, dataloader_idx: int) -> Tensor:
         """See ``LeanDDPStrategy.gather_ragged``. Collective: every rank. Blocks."""

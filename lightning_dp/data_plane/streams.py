@@ -70,8 +70,8 @@ def _advice(loader: Any, ranks: Ranks) -> str:
     if ranks.options.iterable == "shard":
         return (
             "iterable='shard' needs a dataset that yields the same items on every rank, and this one does"
-            " not. Fix that; or, if it picks its own part on each rank, choose iterable='off' and let all parts"
-            f" give the same number of batches; or {common}."
+            " not. Fix that; or, if it picks its own part on each rank, choose iterable='off' and let all"
+            f" parts give the same number of batches; or {common}."
         )
     return (
         "Let the dataset yield the same number on every rank; or let it yield everything on every rank and"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_dp.data_plane.gather import all_gather
 from lightning_dp.engine.buffers import BufferKeeper
 from tests.support.parity import Harness, seeded
 from tests.support.ranks import run_ranks
@@ -116,3 +119,29 @@ def _keeper_without_buffers(rank, world_size):
 
 def test_a_module_without_buffers_never_communicates_for_them():
     run_ranks(_keeper_without_buffers, 2)
+
+
+def _gathers(rank, world_size, sync_grads):
+    from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+
+    results = []
+    for gather in (all_gather, _all_gather_ddp_if_available):
+        leaf = torch.arange(6.0).reshape(3, 2).t().requires_grad_() * (rank + 1)  # not contiguous
+        leaf.retain_grad()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            gathered = gather(leaf, dist.group.WORLD, sync_grads=sync_grads)
+            assert gathered.requires_grad is sync_grads
+            if sync_grads:
+                weights = torch.arange(world_size * 6.0).reshape(world_size, 2, 3) * (rank + 2)
+                (gathered * weights).sum().backward()
+        results.append((gathered.detach(), leaf.grad, len(said)))
+    return results
+
+
+@both_worlds
+@pytest.mark.parametrize("sync_grads", [False, True])
+def test_all_gather_is_lightnings_without_its_deprecated_function(sync_grads, world_size):
+    for ours, lightnings in run_ranks(_gathers, world_size, sync_grads):
+        torch.testing.assert_close(ours[:2], lightnings[:2], rtol=0, atol=0)
+        assert ours[2] == 0
