@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_dp.engine.layout import MIB, LayoutOptions
-from lightning_dp.errors import ConfigError
+from lightning_dp.errors import ConfigError, some_names
 
 # What torch's DDP needs and this engine does not. Accepted so that configs port; they do nothing.
 DDP_ONLY = {
@@ -30,7 +30,7 @@ def refuse_unknown(function: Callable[..., Any], given: dict[str, Any]) -> None:
     """Raise for keyword arguments that ``function`` does not have.
 
     Raises:
-        TypeError: Names the argument and the nearest one that exists.
+        TypeError: Names the argument and the nearest one that exists; where none is near, a few of them.
     """
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -39,10 +39,12 @@ def refuse_unknown(function: Callable[..., Any], given: dict[str, Any]) -> None:
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(
-                f"LeanDDPStrategy has no argument {name!r}.{hint} It takes: {', '.join(known)}."
+            hint = (
+                f"Did you mean {near[0]!r}?"
+                if near
+                else f"It takes {some_names(known)}: see help(lightning_dp.LeanDDPStrategy)."
             )
+            raise TypeError(f"LeanDDPStrategy has no argument {name!r}. {hint}")
 
 
 def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:

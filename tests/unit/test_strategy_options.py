@@ -43,8 +43,14 @@ def test_the_trainer_takes_the_name():
 
 
 def test_an_unknown_argument_names_the_nearest():
-    with pytest.raises(TypeError, match=r"'bucket_cap'\. Did you mean 'bucket_cap_mb'"):
+    with pytest.raises(TypeError, match=r"'bucket_cap'\. Did you mean 'bucket_cap_mb'\?$"):
         LeanDDPStrategy(bucket_cap=25)
+
+
+def test_an_argument_that_is_near_none_is_shown_a_few():
+    with pytest.raises(TypeError, match=r"'qqq'\. It takes .* and \d+ more: see help") as caught:
+        LeanDDPStrategy(qqq=25)
+    assert len(str(caught.value)) < 250
 
 
 def test_a_subclass_keeps_its_own_arguments():
