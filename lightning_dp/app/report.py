@@ -121,8 +121,11 @@ def _draw_panel(axes: Axes, quantity: str, curves: list[tuple[str, Points]]) -> 
 
 
 def print_table(title: str, rows: Mapping[str, Any]) -> None:
-    """Print ``rows`` as a two-column table; floats with four digits."""
-    tables.print_table(
-        title,
-        [(k, f"{v:.4g}" if isinstance(v, float) else str(v)) for k, v in rows.items()],
-    )
+    """Print ``rows`` as a two-column table; floats with four digits, paths as seen from here."""
+    tables.print_table(title, [(name, _text(value)) for name, value in rows.items()])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Path) and value.is_relative_to(Path.cwd()):
+        value = value.relative_to(Path.cwd())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

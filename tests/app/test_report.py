@@ -73,3 +73,11 @@ def test_table_shows_numbers_short(capsys):
     shown = capsys.readouterr().out
     assert "0.9877" in shown
     assert "12" in shown
+
+
+def test_table_shows_paths_as_seen_from_here(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    print_table("t", {"folder": tmp_path / "outputs" / "1", "elsewhere": tmp_path.parent / "x"})
+    printed = capsys.readouterr().out
+    assert "│ outputs/1 " in printed
+    assert f"│ {tmp_path.parent / 'x'} " in printed
