@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightning_dp.engine.tuning import MIB, Choice, choose, measure_link
+from lightning_dp.engine.tuning import MIB, Choice, Link, choose, measure_link
 
 if TYPE_CHECKING:
     from lightning_dp.engine.reducer import Reducer
@@ -52,23 +52,21 @@ def tune(reducer: Reducer, session: Session) -> None:
     )
     layout.replan(numbers, reducer.registry.slots, options)
     if group.rank == 0:
-        _say(
-            choice, sum(spec.nbytes for spec in specs), end - begin, link.s_per_byte, link.latency_s
-        )
+        _say(choice, sum(spec.nbytes for spec in specs), end - begin, link)
 
 
-def _say(
-    choice: Choice, nbytes: int, backward_s: float, s_per_byte: float, latency_s: float
-) -> None:
+def _say(choice: Choice, nbytes: int, backward_s: float, link: Link) -> None:
     log.info(
         "lean_ddp: buckets of %.3g MiB, the last of %.3g MiB: %.1f MiB of gradients, %.0f ms of backward,"
-        " %.2f ms and %.2f ms/MiB a message; expected wait %.0f ms (with 25 MiB: %.0f ms).",
+        " %.2f ms and %.2f ms/MiB a message, %.2f ms between messages; expected wait %.0f ms (with 25 MiB:"
+        " %.0f ms).",
         choice.cap_bytes / MIB,
         choice.last_bytes / MIB,
         nbytes / MIB,
         backward_s * 1e3,
-        latency_s * 1e3,
-        s_per_byte * MIB * 1e3,
+        link.latency_s * 1e3,
+        link.s_per_byte * MIB * 1e3,
+        link.gap_s * 1e3,
         choice.exposed_s * 1e3,
         choice.exposed_default_s * 1e3,
     )

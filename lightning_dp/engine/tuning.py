@@ -1,29 +1,30 @@
 """Automatic bucket sizes: what this link and this backward were measured to be, put into a small model.
 
-A bucket can leave when its last gradient has arrived and its predecessors have left; the wire carries
-one after another, each for ``latency_s + bytes * s_per_byte``; the last one, which carries the control
-tail, leaves when the backward has ended. What finishes after that is exposed. Large buckets leave much
-to wait for at the end, small ones pay latency each: the model is asked for a few sizes, and the layout
-is fixed by what it answers.
+A bucket can leave when its last gradient has arrived and its predecessors have left. Several are under
+way at once: each keeps the wire for ``gap_s + bytes * s_per_byte``, and arrives ``latency_s`` later. The
+last one, which carries the control tail, leaves when the backward has ended. What finishes after that is
+exposed. Large buckets leave much to wait for at the end, small ones pay a gap each: the model is asked
+for a few sizes, and the layout is fixed by what it answers.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan import SlotSpec, plan_buckets
 
 MIB = 2**20
 CAPS_MIB = (25.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5)
-SMALL_BYTES = 64 * 1024
-LARGE_BYTES = 2 * MIB
-REPEATS = 3
+SMALL_BYTES = 16 * 1024
+LARGE_BYTES = MIB
+SMALL_MESSAGES, LARGE_MESSAGES = 8, 2
+REPEATS = 4  # the first sets up connections and memory
 # What the host does for a bucket besides sending it: one copy call, one launch, one wait.
 HOST_S_PER_BUCKET = 1e-4
 # A larger bucket is preferred unless a smaller one is expected to save at least this share of a step.
@@ -35,16 +36,18 @@ class Link:
     """What an all-reduce of this group costs.
 
     Attributes:
-        latency_s: Seconds that it takes whatever its size.
-        s_per_byte: Seconds a byte.
+        latency_s: Seconds that it takes whatever its size, while others may be under way.
+        s_per_byte: Seconds a byte, for which it keeps the others waiting.
+        gap_s: Seconds a message for which it does so, whatever its size.
     """
 
     latency_s: float
     s_per_byte: float
+    gap_s: float = 0.0
 
     def seconds(self, nbytes: int) -> float:
-        """Expected seconds of one all-reduce."""
-        return self.latency_s + nbytes * self.s_per_byte
+        """Expected seconds for which one all-reduce keeps the wire."""
+        return self.gap_s + nbytes * self.s_per_byte
 
 
 @dataclass(frozen=True)
@@ -65,22 +68,36 @@ class Choice:
 
 
 def measure_link(group: ReplicaGroup) -> Link:
-    """Time a few all-reduces of two sizes.
+    """Time all-reduces: a small one, several small ones and several large ones under way together.
 
-    Collective: every rank, between two steps, once. Blocks; 6 MiB are sent.
+    Collective: every rank, between two steps, once. Blocks; 9 MiB are sent.
     """
+    small = _fastest(group, SMALL_MESSAGES, SMALL_BYTES)
+    one = min(small, _fastest(group, 1, SMALL_BYTES))
+    large = _fastest(group, LARGE_MESSAGES, LARGE_BYTES)
+    gap = max(0.0, small - one) / (SMALL_MESSAGES - 1)
+    nbytes = LARGE_MESSAGES * LARGE_BYTES - SMALL_BYTES
+    slope = max(0.0, large - one - (LARGE_MESSAGES - 1) * gap) / nbytes
+    return Link(max(1e-5, one - slope * SMALL_BYTES), slope, max(0.0, gap - slope * SMALL_BYTES))
+
+
+def _fastest(group: ReplicaGroup, messages: int, nbytes: int) -> float:
+    """Seconds until ``messages`` all-reduces that were started together are done; the best of a few."""
+    payloads = [torch.zeros(nbytes // 4, device=group.device) for _ in range(messages)]
     seconds = []
-    for nbytes in (SMALL_BYTES, LARGE_BYTES):
-        payload = torch.zeros(nbytes // 4, device=group.device)
-        group.all_reduce_mean(payload)  # connections and memory are set up by the first one
-        rounds = []
-        for _ in range(REPEATS):
-            begin = time.perf_counter()
-            group.all_reduce_mean(payload)
-            rounds.append(time.perf_counter() - begin)
-        seconds.append(statistics.median(rounds))
-    slope = max(0.0, seconds[1] - seconds[0]) / (LARGE_BYTES - SMALL_BYTES)
-    return Link(max(1e-5, seconds[0] - slope * SMALL_BYTES), slope)
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        works = [
+            dist.all_reduce(payload, group=group.process_group, async_op=True)
+            for payload in payloads
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds[1:])
 
 
 def expected_wait_s(
@@ -107,7 +124,7 @@ def expected_wait_s(
         left = backward_s if number == len(plan) - 1 else max(left, ready)
         nbytes = sum(specs[position[index]].nbytes for index in bucket)
         free = max(free, left) + link.seconds(nbytes)
-    return max(0.0, free - backward_s), len(plan)
+    return max(0.0, free + link.latency_s - backward_s), len(plan)
 
 
 def choose(

@@ -23,15 +23,15 @@ def test_one_bucket_is_exposed_whole():
     arrivals, specs, backward_s = layers(4)
     wait, count = expected_wait_s(arrivals, specs, backward_s, GBIT, (100 * MIB,) * 3)
     assert count == 1
-    assert wait == pytest.approx(GBIT.seconds(2 * MIB))
+    assert wait == pytest.approx(GBIT.latency_s + GBIT.seconds(2 * MIB))
 
 
 def test_a_wire_that_keeps_up_exposes_the_last_bucket_only():
     arrivals, specs, backward_s = layers()
-    link = Link(1e-4, 1e-10)
+    link = Link(1e-4, 1e-10, gap_s=1e-5)
     wait, count = expected_wait_s(arrivals, specs, backward_s, link, (MIB // 2,) * 3)
     assert count == 50
-    assert wait == pytest.approx(link.seconds(MIB // 2))
+    assert wait == pytest.approx(link.latency_s + link.seconds(MIB // 2))
 
 
 def test_a_slow_link_gets_small_buckets():
@@ -45,9 +45,14 @@ def test_a_fast_link_keeps_large_ones():
     assert choice.cap_bytes == 25 * MIB
 
 
-def test_latency_speaks_against_small_buckets():
-    slow_to_start = Link(latency_s=2e-2, s_per_byte=1e-10)
+def test_messages_that_block_each_other_speak_against_small_buckets():
+    slow_to_start = Link(latency_s=2e-2, s_per_byte=1e-10, gap_s=2e-2)
     assert choose(*layers(), slow_to_start).cap_bytes >= 8 * MIB
+
+
+def test_latency_that_is_paid_in_parallel_does_not():
+    far_away = Link(latency_s=2e-2, s_per_byte=8e-9)
+    assert choose(*layers(), far_away).cap_bytes <= 4 * MIB
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -57,7 +62,9 @@ def test_never_expected_worse_than_25_mib(seed):
     specs = [SlotSpec(i, draw.randint(100, 8 * MIB), (draw.choice("ab"),)) for i in range(count)]
     backward_s = draw.uniform(0.001, 1.0)
     arrivals = sorted(draw.uniform(0, backward_s) for _ in range(count))
-    link = Link(10 ** draw.uniform(-5, -2), 10 ** draw.uniform(-11.5, -7))
+    link = Link(
+        *(10 ** draw.uniform(*exponents) for exponents in ((-5, -2), (-11.5, -7), (-6, -2)))
+    )
     choice = choose(arrivals, specs, backward_s, link)
     assert choice.exposed_s <= choice.exposed_default_s + 1e-12
     assert choice.cap_bytes / MIB in CAPS_MIB
