@@ -104,8 +104,9 @@ class LeanDDPStrategy(DDPStrategy):
         stall_report_s: Seconds after which a wait for other ranks is reported, with who has not come;
             0 for never.
         preempt_signals: Signals, on any rank, that make all ranks stop at the same step.
-        on_preempt: Then write a ``"checkpoint"`` where ``ckpt_path="last"`` finds it and end with exit
-            code 143; or only ``"stop"``; or ``"ignore"`` what Lightning does with these signals.
+        on_preempt: Then write a ``"checkpoint"`` where ``ckpt_path="last"`` finds it (none in a run with
+            ``enable_checkpointing=False``) and end with exit code 143; or only ``"stop"``; or ``"ignore"``
+            what Lightning does with these signals.
         find_unused_parameters: Accepted from configs of ``ddp``; does nothing.
         static_graph: Accepted from configs of ``ddp``; does nothing.
         gradient_as_bucket_view: Accepted from configs of ``ddp``; does nothing.

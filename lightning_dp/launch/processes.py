@@ -77,7 +77,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         except (ProcessRaisedException, ProcessExitedException) as error:
             self._supervisor.guard.failing = True  # nothing here is a rank's state
             self._supervisor.only_launches = True
-            raise self._explain(session, error) from error
+            raise self._explain(session, error) from None  # it has the rank's traceback
 
     @contextlib.contextmanager
     def _environment(self, session: sessions.Session) -> Iterator[None]:

@@ -120,6 +120,7 @@ def test_the_cause_is_not_buried_under_its_consequences(tmp_path):
     assert "Connection closed" not in run.out
     assert "another exception" not in run.out
     assert "direct cause" not in run.out
+    assert "FINALLY rank 0" in run.out
 
 
 def test_several_trainers_and_a_rank_that_fails_after_them(tmp_path):
