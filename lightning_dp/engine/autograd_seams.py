@@ -151,7 +151,7 @@ def wide_gloo() -> str | None:
     needed = ("_devices", "_threads", "_timeout")
     if options is None or not all(hasattr(options, name) for name in needed):
         return None
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         return None
     if WIDE_GLOO not in dist.Backend.backend_list:
         dist.Backend.register_backend(

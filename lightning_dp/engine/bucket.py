@@ -101,6 +101,7 @@ class Bucket:
     """
 
     grads: Tensor
+    not_eager: Tensor
     flags: Tensor
     control: Tensor
 
@@ -108,7 +109,13 @@ class Bucket:
         self, index: int, slots: Sequence[Slot], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.index = index
-        self.slots = list(slots)
+        for slot in slots:
+            large = slot.numel * dtype.itemsize >= EAGER_BYTES
+            same = _real_dtype(slot.param.dtype) == dtype
+            slot.eager = device.type == "cpu" and large and same and not slot.is_complex
+        # Eager ones first: they are scaled one by one, the rest of the memory in one call.
+        self.slots = sorted(slots, key=lambda slot: not slot.eager)
+        self.eager_slots = [slot.eager for slot in slots].count(True)
         self.dtype = dtype
         self.device = device
         self.deferred = any(slot.deferred for slot in slots)
@@ -125,6 +132,7 @@ class Bucket:
             self.offsets.append(offset)
             offset += -(-slot.numel // align) * align
         self.grad_numel = offset
+        self.eager_numel = [*self.offsets, offset][self.eager_slots]
         self.carries_control = dtype in (torch.float32, torch.float64)
         self.numel = offset + len(self.slots) + (CONTROL_SIZE if self.carries_control else 0)
         self.strides = [_strides(slot.param) for slot in self.slots]
@@ -136,9 +144,6 @@ class Bucket:
         # New memory means new views, which cost a call each: worth it where they cover much.
         self.worth_releasing = self.nbytes >= RELEASE_BYTES * len(self.slots)
         self.same_dtype = [_real_dtype(slot.param.dtype) == dtype for slot in self.slots]
-        for slot, same in zip(self.slots, self.same_dtype, strict=True):
-            large = slot.numel * dtype.itemsize >= EAGER_BYTES
-            slot.eager = device.type == "cpu" and large and same and not slot.is_complex
 
     @property
     def nbytes(self) -> int:
@@ -162,6 +167,7 @@ class Bucket:
                 slot.view, slot.grad_view = _views(flat, slot, offset, strides, same)
             flags_end = self.grad_numel + len(self.slots)
             self.grads = flat[: self.grad_numel]
+            self.not_eager = flat[self.eager_numel : self.grad_numel]
             self.flags = flat[self.grad_numel : flags_end]
             self.control = flat[flags_end:]
             self.flat = flat
@@ -195,7 +201,7 @@ class Bucket:
         for slot in self.slots:
             slot.view = slot.grad_view = None
         self.flat = None
-        del self.grads, self.flags, self.control
+        del self.grads, self.not_eager, self.flags, self.control
         return True
 
 

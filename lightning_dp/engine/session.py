@@ -170,6 +170,7 @@ def _sequence(reducer: Reducer, partition: int | None) -> tuple[list[Bucket], in
     return live, early
 
 
+@torch.no_grad()  # a gradient of ``create_graph`` is copied, not differentiated
 def fill(bucket: Bucket, session: Session, *, empty: bool = False, check: bool = False) -> None:
     """Copy local gradients into ``bucket`` and take them away from ``.grad``.
 
@@ -179,9 +180,9 @@ def fill(bucket: Bucket, session: Session, *, empty: bool = False, check: bool =
     bucket.allocate()
     bucket.unused.clear()
     share = session.share
+    late: list[Tensor] = []  # large ones that were not taken when they arrived
     targets: list[Tensor] = []
     sources: list[Tensor] = []
-    in_place: list[Tensor] = []
     for position, slot in enumerate(bucket.slots):
         param = slot.param
         grad = param.grad
@@ -204,14 +205,15 @@ def fill(bucket: Bucket, session: Session, *, empty: bool = False, check: bool =
                 session.touched.append(slot)
             targets.append(view)
             sources.append(_real_and_dense(grad) if slot.is_complex or grad.is_sparse else grad)
-        elif share != 1.0:
-            in_place.append(view)
+        if share != 1.0 and position < bucket.eager_slots:
+            late.append(view)
         param.grad = None
-    with torch.no_grad():  # a gradient of ``create_graph`` is copied, not differentiated
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        if share != 1.0 and (targets or in_place):
-            torch._foreach_mul_(targets + in_place, share)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    if share != 1.0:
+        bucket.not_eager.mul_(share)
+        for view in late:
+            view.mul_(share)
     bucket.flags.fill_(share)
     for position in bucket.unused:
         bucket.flags[position] = 0

@@ -179,7 +179,7 @@ class TestSmoke:
     def test_two_ranks(self, tmp_path):
         findings = smoke.smoke(tmp_path, 2, "gloo", 120)
         assert levels(findings) == {"ok"}, findings
-        assert [f.what.split(":")[0] for f in findings] == [*smoke_run.STEPS, "end"]
+        assert [f.what.split(":")[0] for f in findings] == [*smoke.STEPS, "end"]
 
     @pytest.mark.parametrize(
         ("fault", "where", "why"),
