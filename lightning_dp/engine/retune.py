@@ -43,13 +43,8 @@ def tune(reducer: Reducer, session: Session) -> None:
     )
     numbers = [slot.index for slot in order]
     numbers, choice = group.broadcast_object((numbers, choice))
-    options = replace(
-        layout.options,
-        cap_bytes=choice.cap_bytes,
-        first_bytes=min(choice.cap_bytes, MIB),
-        last_bytes=choice.last_bytes,
-        tune=False,
-    )
+    cap, first, last = choice.caps
+    options = replace(layout.options, cap_bytes=cap, first_bytes=first, last_bytes=last, tune=False)
     layout.replan(numbers, reducer.registry.slots, options)
     if group.rank == 0:
         _say(choice, sum(spec.nbytes for spec in specs), end - begin, link)
@@ -57,11 +52,10 @@ def tune(reducer: Reducer, session: Session) -> None:
 
 def _say(choice: Choice, nbytes: int, backward_s: float, link: Link) -> None:
     log.info(
-        "lean_ddp: buckets of %.3g MiB, the last of %.3g MiB: %.1f MiB of gradients, %.0f ms of backward,"
-        " %.2f ms and %.2f ms/MiB a message, %.2f ms between messages; expected wait %.0f ms (with 25 MiB:"
-        " %.0f ms).",
-        choice.cap_bytes / MIB,
-        choice.last_bytes / MIB,
+        "lean_ddp: buckets of %.3g MiB, the first of %.3g, the last of %.3g: %.1f MiB of gradients,"
+        " %.0f ms of backward, %.2f ms and %.2f ms/MiB a message, %.2f ms between messages; expected"
+        " wait %.0f ms (with 25 MiB: %.0f ms).",
+        *(size / MIB for size in choice.caps),
         nbytes / MIB,
         backward_s * 1e3,
         link.latency_s * 1e3,

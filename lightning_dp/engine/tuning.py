@@ -10,13 +10,14 @@ for a few sizes, and the layout is fixed by what it answers.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.patience import wait_patiently
 from lightning_dp.engine.plan import SlotSpec, plan_buckets
 
 MIB = 2**20
@@ -24,11 +25,13 @@ CAPS_MIB = (25.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5)
 SMALL_BYTES = 16 * 1024
 LARGE_BYTES = MIB
 SMALL_MESSAGES, LARGE_MESSAGES = 8, 2
-REPEATS = 4  # the first sets up connections and memory
-# What the host does for a bucket besides sending it: one copy call, one launch, one wait.
-HOST_S_PER_BUCKET = 1e-4
-# A larger bucket is preferred unless a smaller one is expected to save at least this share of a step.
-WORTH = 0.01
+MEASURE_S = 0.05  # of each kind of message, and at least once
+MOST_REPEATS = 12
+# What a message costs the backward besides the wire: calls, wake-ups of gloo's threads, their traces in the
+# processor's caches. Measured on one core a rank: 0.4 to 0.9 ms.
+HOST_S_PER_BUCKET = 5e-4
+# A larger bucket is preferred unless a smaller one is expected to save at least this share of a backward.
+WORTH = 0.003
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,12 @@ class Choice:
     """A layout and what was expected of it.
 
     Attributes:
-        cap_bytes: Most bytes of a bucket.
-        last_bytes: Most bytes of the last bucket.
+        caps: Most bytes of a bucket, of the first, of the last.
         exposed_s: Expected wait after the backward.
         exposed_default_s: The same for torch's default of 25 MiB.
     """
 
-    cap_bytes: int
-    last_bytes: int
+    caps: tuple[int, int, int]
     exposed_s: float
     exposed_default_s: float
 
@@ -70,7 +71,8 @@ class Choice:
 def measure_link(group: ReplicaGroup) -> Link:
     """Time all-reduces: a small one, several small ones and several large ones under way together.
 
-    Collective: every rank, between two steps, once. Blocks; 9 MiB are sent.
+    Collective: every rank, between two steps, once. Blocks, for 0.2 s or, on a slow link, until 4.5 MiB
+    have been sent.
     """
     small = _fastest(group, SMALL_MESSAGES, SMALL_BYTES)
     one = min(small, _fastest(group, 1, SMALL_BYTES))
@@ -84,8 +86,8 @@ def measure_link(group: ReplicaGroup) -> Link:
 def _fastest(group: ReplicaGroup, messages: int, nbytes: int) -> float:
     """Seconds until ``messages`` all-reduces that were started together are done; the best of a few."""
     payloads = [torch.zeros(nbytes // 4, device=group.device) for _ in range(messages)]
-    seconds = []
-    for _ in range(REPEATS):
+
+    def once() -> float:
         begin = time.perf_counter()
         works = [
             dist.all_reduce(payload, group=group.process_group, async_op=True)
@@ -93,11 +95,12 @@ def _fastest(group: ReplicaGroup, messages: int, nbytes: int) -> float:
         ]
         for work in works:
             if work is not None:
-                work.wait()
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds[1:])
+                wait_patiently(work)
+        return time.perf_counter() - begin
+
+    first = once()  # also sets up connections and memory
+    repeats = group.broadcast_object(max(1, min(MOST_REPEATS, int(MEASURE_S / first))))
+    return min(once() for _ in range(repeats))
 
 
 def expected_wait_s(
@@ -130,7 +133,7 @@ def expected_wait_s(
 def choose(
     arrivals_s: Sequence[float], specs: Sequence[SlotSpec], backward_s: float, link: Link
 ) -> Choice:
-    """Pick the bucket sizes that are expected to expose least; never expected worse than 25 MiB.
+    """Pick the bucket sizes that are expected to cost least; never expected to cost more than 25 MiB.
 
     Args:
         arrivals_s: When each slot's gradient arrived, seconds since the backward began, ascending.
@@ -139,19 +142,23 @@ def choose(
         link: What a message costs.
     """
 
-    def cost(cap: int, last: int) -> tuple[float, float]:
-        wait, count = expected_wait_s(
-            arrivals_s, specs, backward_s, link, (cap, min(cap, MIB), last)
-        )
+    def cost(caps: tuple[int, int, int]) -> tuple[float, float]:
+        wait, count = expected_wait_s(arrivals_s, specs, backward_s, link, caps)
         return wait + count * HOST_S_PER_BUCKET, wait
 
-    default, default_wait = cost(int(CAPS_MIB[0] * MIB), MIB)
-    best = (int(CAPS_MIB[0] * MIB), MIB)
-    best_cost, best_wait = default, default_wait
-    for cap_mib in CAPS_MIB:
-        cap = int(cap_mib * MIB)
-        for last in dict.fromkeys((min(cap, MIB), min(cap, MIB // 4))):
-            total, wait = cost(cap, last)
-            if total < best_cost - WORTH * backward_s:
-                best, best_cost, best_wait = (cap, last), total, wait
-    return Choice(*best, best_wait, default_wait)
+    best = int(CAPS_MIB[0] * MIB), MIB, MIB
+    best_cost, default_wait = cost(best)
+    best_wait = default_wait
+    for caps in _candidates():
+        total, wait = cost(caps)
+        if total < best_cost - WORTH * backward_s:
+            best, best_cost, best_wait = caps, total, wait
+    return Choice(best, best_wait, default_wait)
+
+
+def _candidates() -> Iterator[tuple[int, int, int]]:
+    """Sizes to be asked for, the fewest messages first."""
+    for cap in (int(mib * MIB) for mib in CAPS_MIB):
+        for first in dict.fromkeys((cap, min(cap, MIB))):
+            for last in dict.fromkeys(min(cap, size) for size in (MIB, MIB // 4, MIB // 16)):
+                yield cap, first, last

@@ -7,7 +7,14 @@ import random
 import pytest
 
 from lightning_dp.engine.plan import SlotSpec
-from lightning_dp.engine.tuning import CAPS_MIB, MIB, Link, choose, expected_wait_s
+from lightning_dp.engine.tuning import (
+    CAPS_MIB,
+    HOST_S_PER_BUCKET,
+    MIB,
+    Link,
+    choose,
+    expected_wait_s,
+)
 
 GBIT = Link(latency_s=3e-4, s_per_byte=8e-9)
 FAST = Link(latency_s=2e-5, s_per_byte=1 / 200e9)
@@ -36,23 +43,23 @@ def test_a_wire_that_keeps_up_exposes_the_last_bucket_only():
 
 def test_a_slow_link_gets_small_buckets():
     choice = choose(*layers(), GBIT)
-    assert choice.cap_bytes <= 4 * MIB
+    assert choice.caps[0] <= 4 * MIB
     assert choice.exposed_s < 0.5 * choice.exposed_default_s
 
 
 def test_a_fast_link_keeps_large_ones():
     choice = choose(*layers(), FAST)
-    assert choice.cap_bytes == 25 * MIB
+    assert choice.caps[0] == 25 * MIB
 
 
 def test_messages_that_block_each_other_speak_against_small_buckets():
     slow_to_start = Link(latency_s=2e-2, s_per_byte=1e-10, gap_s=2e-2)
-    assert choose(*layers(), slow_to_start).cap_bytes >= 8 * MIB
+    assert choose(*layers(), slow_to_start).caps[0] >= 8 * MIB
 
 
 def test_latency_that_is_paid_in_parallel_does_not():
     far_away = Link(latency_s=2e-2, s_per_byte=8e-9)
-    assert choose(*layers(), far_away).cap_bytes <= 4 * MIB
+    assert choose(*layers(), far_away).caps[0] <= 4 * MIB
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -66,5 +73,10 @@ def test_never_expected_worse_than_25_mib(seed):
         *(10 ** draw.uniform(*exponents) for exponents in ((-5, -2), (-11.5, -7), (-6, -2)))
     )
     choice = choose(arrivals, specs, backward_s, link)
-    assert choice.exposed_s <= choice.exposed_default_s + 1e-12
-    assert choice.cap_bytes / MIB in CAPS_MIB
+
+    def cost(caps):
+        wait, count = expected_wait_s(arrivals, specs, backward_s, link, caps)
+        return wait + count * HOST_S_PER_BUCKET
+
+    assert cost(choice.caps) <= cost((25 * MIB, MIB, MIB)) + 1e-12
+    assert choice.caps[0] / MIB in CAPS_MIB
