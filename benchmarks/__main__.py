@@ -1,8 +1,9 @@
 """All measurements, printed and kept: ``make bench`` or ``python -m benchmarks [section ...]``.
 
 Sections: loopback, accumulate, link (1 Gbit/s between two test hosts; needs root and iproute2), rates
-(10 Mbit/s to 10 Gbit/s), scaling, memory, sampler. What the machine was and what was printed goes into
-``benchmarks/results/``, also where we are slower.
+(10 Mbit/s to 10 Gbit/s, with a plot), timeline (a picture of one step at 1 Gbit/s), scaling, memory,
+sampler. What the machine was and what was printed goes into ``benchmarks/results/``, also where we are
+slower.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ import torch
 HOSTS = ["bash", "benchmarks/hosts.sh"]
 STEP = [sys.executable, "-m", "benchmarks.step_time"]
 TUNED = ["ddp:bucket_cap_mb=1", "ddp:bucket_cap_mb=2", "ddp:bucket_cap_mb=4"]
+# Optimizer steps by model and rate: 3 MiB of gradients still finish at 10 Mbit/s, 24 MiB would not.
+RATES = {
+    "gpt": {"10mbit": "2", "100mbit": "6", "1gbit": "12", "10gbit": "12"},
+    "transformer": {"100mbit": "3", "300mbit": "6", "1gbit": "10", "3gbit": "10", "10gbit": "10"},
+}
+# Stand for files beside the printed table: results by line, and a picture.
+DATA, PICTURE = "{data}", "{picture}"
+OUT = ["--out", DATA]
 FLAGS = ["ddp:gradient_as_bucket_view=true", "ddp:static_graph=true"]
 
 
@@ -39,14 +48,19 @@ SECTIONS: dict[str, list[list[str]]] = {
     ],
     "link": [link("1gbit", "--models", "transformer", "mlp", *contenders(*TUNED))],
     "rates": [
-        link(rate, "--models", "transformer", "--rounds", "3", "--steps", steps, *contenders())
-        for rate, steps in (("10mbit", "2"), ("100mbit", "4"), ("1gbit", "8"), ("10gbit", "8"))
+        *(
+            link(rate, "--models", model, *OUT, "--steps", steps, "--contenders", "ddp", "lean")
+            for model, runs in RATES.items()
+            for rate, steps in runs.items()
+        ),
+        [sys.executable, "-m", "benchmarks.rates_plot", DATA, PICTURE],
     ],
+    "timeline": [[*HOSTS, "1gbit", "2", sys.executable, "-m", "benchmarks.timeline", PICTURE]],
     "scaling": [[sys.executable, "-m", "benchmarks.scaling"]],
     "memory": [[sys.executable, "-m", "benchmarks.memory"]],
     "sampler": [[sys.executable, "-m", "benchmarks.sampler"]],
 }
-NEED_HOSTS = {"link", "rates"}
+NEED_HOSTS = {"link", "rates", "timeline"}
 
 
 def machine() -> str:
@@ -84,7 +98,10 @@ def main() -> None:
             if name in NEED_HOSTS and not can_have_hosts:
                 say("not run: needs root and iproute2\n")
                 continue
-            for command in SECTIONS[name]:
+            path.with_suffix(".jsonl").unlink(missing_ok=True)
+            for template in SECTIONS[name]:
+                files = {"data": path.with_suffix(".jsonl"), "picture": path.with_suffix(".png")}
+                command = [part.format(**files) for part in template]
                 process = subprocess.Popen(
                     command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
                 )

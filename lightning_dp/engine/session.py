@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.engine.bucket import Bucket, Slot
-from lightning_dp.engine.timing import SessionTimes
+from lightning_dp.engine.timing import SessionTimes, now
 from lightning_dp.engine.window import Control
 from lightning_dp.engine.wire import InFlight
 
@@ -114,9 +114,10 @@ class Session:
         if self.before_last is not None:
             self.before_last()  # writes the control tail, which counts what ``fill`` has just seen
         bucket.is_last = self.launched == len(self.sequence)
+        launched = now()  # gloo's threads may run before the call returns
         work = reducer.wire.launch(bucket)
         self.in_flight.append((bucket, work))
-        self.times.launched(bucket.index, bucket.nbytes, bucket.ready, work)
+        self.times.launched(bucket.index, bucket.nbytes, bucket.ready, launched, work)
 
     def give_up(self, reducer: Reducer, error: BaseException) -> None:
         """Send what is left as zeros with the error flag; wait a little; never raise."""

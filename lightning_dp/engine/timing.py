@@ -53,9 +53,8 @@ class SessionTimes:
     exact: bool = False
     _events: tuple[Any, Any] | None = None
 
-    def launched(self, index: int, nbytes: int, ready: float, work: Any) -> None:
+    def launched(self, index: int, nbytes: int, ready: float, launched: float, work: Any) -> None:
         """Note a launch; watch for its end if ``exact``."""
-        launched = now()
         times = BucketTimes(index, nbytes, ready or launched, launched)
         self.buckets.append(times)
         future = getattr(work, "get_future", None)
