@@ -148,8 +148,9 @@ def wide_gloo() -> str | None:
     """
     gloo = getattr(dist, "ProcessGroupGloo", None)
     options = getattr(gloo, "_Options", None)
-    needed = ("_devices", "_threads", "_timeout")
-    if options is None or not all(hasattr(options, name) for name in needed):
+    if not all(hasattr(options, name) for name in ("_devices", "_threads", "_timeout")):
+        return None
+    if not all(hasattr(gloo, name) for name in ("create_device", "create_default_device")):
         return None
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_dp.data_plane.gather import all_gather
+from lightning_dp.engine import group as group_module
 from lightning_dp.engine.buffers import BufferKeeper
+from lightning_dp.engine.group import ReplicaGroup
 from tests.support.parity import Harness, seeded
 from tests.support.ranks import run_ranks
 from tests.support.spies import CollectiveSpy
@@ -145,3 +149,30 @@ def test_all_gather_is_lightnings_without_its_deprecated_function(sync_grads, wo
     for ours, lightnings in run_ranks(_gathers, world_size, sync_grads):
         torch.testing.assert_close(ours[:2], lightnings[:2], rtol=0, atol=0)
         assert ours[2] == 0
+
+
+def _threads_and_a_fallback(rank, world_size, interfaces):
+    if interfaces:
+        os.environ["GLOO_SOCKET_IFNAME"] = interfaces
+    group = ReplicaGroup.create(torch.device("cpu"), timedelta(seconds=77))
+    cpu = torch.device("cpu")
+    options = group.process_group._get_backend(cpu).options
+    value = torch.full((3,), float(rank))
+    group.all_reduce_mean(value)
+    objects = group.all_gather_object(rank)
+    seen = (options._threads, len(options._devices), options._timeout.total_seconds())
+    group.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_module, "wide_gloo", lambda: None)
+        plain = ReplicaGroup.create(cpu)
+        other = torch.full((3,), float(rank))
+        plain.all_reduce_mean(other)
+        plain.close()
+    return seen, value.tolist(), objects, other.tolist()
+
+
+@pytest.mark.parametrize("interfaces", ["", "lo", "lo,lo"])
+def test_gradients_have_a_gloo_group_with_enough_threads(interfaces):
+    devices = max(1, len(interfaces.split(",")))
+    for result in run_ranks(_threads_and_a_fallback, 3, interfaces):
+        assert result == ((8, devices, 77.0), [1.0] * 3, [0, 1, 2], [1.0] * 3)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 
@@ -81,3 +83,19 @@ def test_end_of_backward(monkeypatch):
     assert not autograd_seams.has_end_of_backward()
     assert not autograd_seams.queue_end_of_backward(lambda: None)
     assert not autograd_seams.run_at_end_of_outer(object(), lambda: None)
+
+
+@pytest.mark.parametrize("missing", ["_Options", "create_device", "create_default_device"])
+def test_without_gloos_options_torchs_own_gloo_is_used(monkeypatch, missing):
+    assert autograd_seams.wide_gloo() == autograd_seams.WIDE_GLOO
+    names = {"_Options", "create_device", "create_default_device"} - {missing}
+    fake = SimpleNamespace(**{name: getattr(dist.ProcessGroupGloo, name) for name in names})
+    monkeypatch.setattr(dist, "ProcessGroupGloo", fake)
+    assert autograd_seams.wide_gloo() is None
+    monkeypatch.delattr(dist, "ProcessGroupGloo")
+    assert autograd_seams.wide_gloo() is None
+
+
+def test_collectives_that_torch_is_to_check_stay_torchs(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert autograd_seams.wide_gloo() is None
