@@ -27,6 +27,7 @@ RATES = {
     "gpt": {"10mbit": "2", "100mbit": "6", "1gbit": "12", "10gbit": "12"},
     "transformer": {"100mbit": "3", "300mbit": "6", "1gbit": "10", "3gbit": "10", "10gbit": "10"},
 }
+WINDOWS = ["--accumulate", "4", "--steps", "6"]
 # Stand for files beside the printed table: results by line, and a picture.
 DATA, PICTURE = "{data}", "{picture}"
 OUT = ["--out", DATA]
@@ -44,9 +45,13 @@ def link(rate: str, *args: str) -> list[str]:
 SECTIONS: dict[str, list[list[str]]] = {
     "loopback": [[*STEP, "--pin", *contenders(*FLAGS)]],
     "accumulate": [
-        [*STEP, "--pin", "--accumulate", "4", "--models", "mlp", "transformer", *contenders()]
+        [*STEP, "--pin", *WINDOWS, "--models", "mlp", "transformer", *contenders()],
+        link("1gbit", *WINDOWS, "--models", "mlp", "transformer", *contenders()),
     ],
-    "link": [link("1gbit", "--models", "transformer", "mlp", *contenders(*TUNED))],
+    "link": [
+        link("1gbit", "--models", "transformer", *contenders(*TUNED)),
+        link("1gbit", "--models", "mlp", *contenders(TUNED[0])),
+    ],
     "rates": [
         *(
             link(rate, "--models", model, *OUT, "--steps", steps, "--contenders", "ddp", "lean")
@@ -55,12 +60,13 @@ SECTIONS: dict[str, list[list[str]]] = {
         ),
         [sys.executable, "-m", "benchmarks.rates_plot", DATA, PICTURE],
     ],
-    "timeline": [[*HOSTS, "1gbit", "2", sys.executable, "-m", "benchmarks.timeline", PICTURE]],
+    "timeline": [
+        [*HOSTS, "1gbit", "2", sys.executable, "-m", "benchmarks.timeline", PICTURE],
+    ],
     "scaling": [[sys.executable, "-m", "benchmarks.scaling"]],
     "memory": [[sys.executable, "-m", "benchmarks.memory"]],
     "sampler": [[sys.executable, "-m", "benchmarks.sampler"]],
 }
-NEED_HOSTS = {"link", "rates", "timeline"}
 
 
 def machine() -> str:
@@ -95,13 +101,15 @@ def main() -> None:
                 kept.write(text)
 
             say(f"# {name}: {machine()}\n")
-            if name in NEED_HOSTS and not can_have_hosts:
-                say("not run: needs root and iproute2\n")
-                continue
             path.with_suffix(".jsonl").unlink(missing_ok=True)
             for template in SECTIONS[name]:
                 files = {"data": path.with_suffix(".jsonl"), "picture": path.with_suffix(".png")}
                 command = [part.format(**files) for part in template]
+                if command[: len(HOSTS)] == HOSTS and not can_have_hosts:
+                    say(f"not run: {' '.join(command)} (needs root and iproute2)\n")
+                    continue
+                if "benchmarks.rates_plot" in command and not files["data"].exists():
+                    continue
                 process = subprocess.Popen(
                     command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
                 )

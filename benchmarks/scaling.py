@@ -111,19 +111,25 @@ def measure(args):
     rows = []
     for parameters in args.parameters:
         cpu, wall, ratios = compare(lambda n=parameters: Small(n), x, 25, args.rounds, args.steps)
-        rows.append(("parameters", parameters, cpu, wall, ratios))
+        rows.append(("parameters", parameters, parameters, cpu, wall, ratios))
     wide = torch.randn(2, 256)
     for cap_mib in args.caps:
         make = lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(64)])  # noqa: E731
         cpu, wall, ratios = compare(make, wide, cap_mib, args.rounds, args.steps)
-        rows.append(("cap MiB (16 MiB of gradients)", cap_mib, cpu, wall, ratios))
+        buckets = max(1, round(16 / cap_mib))
+        rows.append(("cap MiB (16 MiB of gradients)", cap_mib, buckets, cpu, wall, ratios))
     if rank == 0:
         print(f"\n{world_size} ranks, backward only, median of {args.rounds} rounds")
-        print(f"{'what':<32}{'n':>8}{'alone':>9}{'ddp':>9}{'lean':>9} cpu ms  lean/ddp  spread")
-        for what, n, cpu, wall, ratios in rows:
+        print("processor time in ms; what synchronising adds, in us a parameter or a bucket")
+        print(
+            f"{'what':<31}{'n':>7}{'alone':>9}{'ddp':>9}{'lean':>9}{'+ddp us':>9}{'+lean us':>9}"
+            f"{'lean/ddp':>10}  spread"
+        )
+        for what, n, count, cpu, wall, ratios in rows:
+            added = [1e3 * (cpu[kind] - cpu["alone"]) / count for kind in ("ddp", "lean")]
             print(
-                f"{what:<32}{n:>8}{cpu['alone']:>9.2f}{cpu['ddp']:>9.2f}{cpu['lean']:>9.2f}"
-                f"{statistics.median(ratios):>16.3f}  {spread(ratios)}"
+                f"{what:<31}{n:>7}{cpu['alone']:>9.2f}{cpu['ddp']:>9.2f}{cpu['lean']:>9.2f}"
+                f"{added[0]:>9.1f}{added[1]:>9.1f}{statistics.median(ratios):>10.3f}  {spread(ratios)}"
             )
             if args.out:
                 with open(args.out, "a") as f:

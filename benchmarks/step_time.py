@@ -54,13 +54,14 @@ def contender(name: str):
 class Clock(pl.Callback):
     """Wall and processor time from one batch's start to the next one's, after a warm-up."""
 
-    def __init__(self):
+    def __init__(self, warm_up):
+        self.warm_up = warm_up  # batches
         self.wall, self.cpu = [], []
         self.bytes = self.exposed = None
 
     def on_train_batch_start(self, trainer, *_):
         now, cpu = time.perf_counter(), time.process_time()
-        if trainer.fit_loop.epoch_loop.batch_idx >= WARM_UP - 1:
+        if trainer.fit_loop.epoch_loop.batch_idx > self.warm_up:
             self.wall.append(now - self.last[0])
             self.cpu.append(cpu - self.last[1])
         self.last = (now, cpu)
@@ -74,7 +75,7 @@ class Clock(pl.Callback):
 
 def one_fit(name, model, steps, accumulate, world_size, device):
     module = job(model)
-    clock = Clock()
+    clock = Clock(WARM_UP * accumulate)
     trainer = pl.Trainer(
         strategy=contender(name),
         accelerator=device,
@@ -88,7 +89,7 @@ def one_fit(name, model, steps, accumulate, world_size, device):
         enable_model_summary=False,
         callbacks=[clock],
     )
-    trainer.fit(module, module.loader((steps + WARM_UP) * accumulate))
+    trainer.fit(module, module.loader((steps + WARM_UP) * accumulate + 1))
 
     def per_step(values):
         """Milliseconds of an optimizer step: a window's batches together, the median window."""
