@@ -163,7 +163,7 @@ def explain_composition(explain: Explain) -> bool:
     def load(self: Any, config_name: Any, overrides: list[str], *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, config_name, overrides, *args, **kwargs)
-        except ConfigCompositionException as error:
+        except (ConfigCompositionException, ValueError) as error:
             text = None
             with contextlib.suppress(Exception):  # a second mistake: Hydra's text says the first
                 text = explain(

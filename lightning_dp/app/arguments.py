@@ -30,13 +30,23 @@ def check_arguments(cfg: DictConfig) -> None:
 
     Raises:
         ConfigError: A target does not exist, does not know an argument (the nearest one is named), or
-            is given a number where it wants text, or the other way round; or a batch would be empty.
+            is given a number where it wants text, or the other way round; or a batch would be empty,
+            there would be fewer than no workers, or the seed is not one.
     """
     for path, node in _targets(cfg, ""):
         _check_node(path, node)
     batch_size = OmegaConf.select(cfg, "data.batch_size")
     if isinstance(batch_size, int) and batch_size < 1:
         raise ConfigError(f"data.batch_size must be at least 1, not {batch_size}.")
+    workers = OmegaConf.select(cfg, "data.num_workers")
+    if isinstance(workers, int) and workers < 0:
+        raise ConfigError(f"data.num_workers must be at least 0, not {workers}.")
+    _check_seed(OmegaConf.select(cfg, "seed"))
+
+
+def _check_seed(seed: Any) -> None:
+    if seed is not None and not (type(seed) is int and 0 <= seed < 2**32):
+        raise ConfigError(f"seed must be null or a whole number from 0 to 2**32 - 1, not {seed!r}.")
 
 
 def _targets(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:

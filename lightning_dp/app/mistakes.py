@@ -11,12 +11,13 @@ from typing import TypeVar
 
 from hydra.errors import CompactHydraException, ConfigCompositionException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_dp.errors import ConfigError, LaunchError
 
 T = TypeVar("T")
 _NO_KEY = re.compile(r"Could not (override|delete from config\.) '([^'@]+)'")
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _MOST_NAMES = 12
 
 
@@ -27,6 +28,9 @@ def explained(task: Callable[[DictConfig], T]) -> Callable[[DictConfig], T]:
     def wrapper(cfg: DictConfig) -> T:
         try:
             return task(cfg)
+        except OmegaConfBaseException as error:
+            # Without a cause: Hydra would print OmegaConf's text a second time.
+            raise CompactHydraException(_of_omegaconf(error)) from None
         except Exception as error:
             if not _explains_itself(error):
                 raise
@@ -35,9 +39,16 @@ def explained(task: Callable[[DictConfig], T]) -> Callable[[DictConfig], T]:
     return wrapper
 
 
+def _of_omegaconf(error: OmegaConfBaseException) -> str:
+    key = error.full_key
+    if isinstance(error, MissingMandatoryValue) and key:
+        return f"{key} has no value; give one: {key}=VALUE"
+    return f"{type(error).__name__}: {error}"
+
+
 def _explains_itself(error: Exception) -> bool:
     """Whether the message alone says what to change. Lightning is not imported to find out."""
-    known: tuple[type[Exception], ...] = (ConfigError, LaunchError, OmegaConfBaseException)
+    known: tuple[type[Exception], ...] = (ConfigError, LaunchError)
     module = sys.modules.get("lightning.fabric.utilities.exceptions")
     if module is not None:
         known = (*known, module.MisconfigurationException)
@@ -45,7 +56,7 @@ def _explains_itself(error: Exception) -> bool:
 
 
 def explain(
-    error: ConfigCompositionException,
+    error: ConfigCompositionException | ValueError,
     overrides: Sequence[str],
     compose: Callable[[list[str]], DictConfig],
     options: Callable[[str], Sequence[str]],
@@ -63,6 +74,8 @@ def explain(
     """
     if isinstance(error, MissingConfigException):
         return _no_file(error.missing_cfg_file or "", overrides, options)
+    if isinstance(error, ValueError):
+        return _number_for_a_file(overrides, options)
     found = _NO_KEY.search(str(error))
     if found is None:
         return None
@@ -72,7 +85,8 @@ def explain(
     except ConfigCompositionException:  # there is a second mistake
         cfg = compose([])
     typed = next((text for text in overrides if _key(text) == key), key)
-    advice = f" To add a new key: +{typed}" if found[1] == "override" else ""
+    addable = found[1] == "override" and not _through_reference(key, cfg)
+    advice = f" To add a new key: +{typed}" if addable else ""
     return f"{typed}: {_no_key(key, typed.partition('=')[2], cfg)}{advice}"
 
 
@@ -97,6 +111,19 @@ def _no_file(
     return f"{where}: there is no such file.{_guess(name, known, f'{group}=')}"
 
 
+def _number_for_a_file(
+    overrides: Sequence[str], options: Callable[[str], Sequence[str]]
+) -> str | None:
+    """``model=3``: Hydra takes names alone for the choices of a group, and raises a ValueError."""
+    for text in overrides:
+        group, _, value = text.partition("=")
+        if not group:
+            return f"{text}: there is no name before the '='."
+        if value.lstrip("-").isdecimal() and options(group):
+            return _no_file(f"{group}/{value}", overrides, options)
+    return None
+
+
 def _no_key(key: str, value: str, cfg: DictConfig) -> str:
     *parents, last = key.split(".")
     node, above = cfg, ""
@@ -106,7 +133,7 @@ def _no_key(key: str, value: str, cfg: DictConfig) -> str:
         child = None if OmegaConf.is_missing(node, part) else node[part]
         if not isinstance(child, DictConfig):
             return f"{above}{part} has no keys below it."
-        node, above = child, f"{above}{part}."
+        node, above = child, f"{_reference(node, part) or above + part}."
     near = difflib.get_close_matches(last, _names(node), n=1)
     if not near:
         # Typed in the wrong place: max_epochs for trainer.max_epochs.
@@ -114,6 +141,24 @@ def _no_key(key: str, value: str, cfg: DictConfig) -> str:
         if elsewhere:
             return f"there is no {key}. Did you mean {' or '.join(elsewhere[:3])}?"
     return f"there is no {key}.{_guess(last, _names(node), above)}"
+
+
+def _reference(node: DictConfig, key: str) -> str | None:
+    """The key that ``${key}`` at ``key`` refers to: that is where a value can be set."""
+    raw = OmegaConf.to_container(node, resolve=False)
+    found = _REFERENCE.fullmatch(str(raw.get(key))) if isinstance(raw, dict) else None
+    return found[1] if found else None
+
+
+def _through_reference(key: str, cfg: DictConfig) -> bool:
+    """Whether a node above ``key`` is a reference to another one: nothing can be added below it."""
+    parents = key.split(".")[:-1]
+    for count in range(1, len(parents) + 1):
+        *above, last = parents[:count]
+        node = OmegaConf.select(cfg, ".".join(above)) if above else cfg
+        if isinstance(node, DictConfig) and _reference(node, last):
+            return True
+    return False
 
 
 def _guess(name: str, known: Sequence[str], before: str) -> str:

@@ -13,6 +13,8 @@ from tests.app.commands import forked
     [
         ("experiment=digit", "Did you mean experiment=digits?"),
         ("debug=timelin", "Did you mean debug=timeline?"),
+        ("model=3", "model=3: there is no such file"),
+        ("=3", "there is no name before"),
         ("stratgy=ddp", "Did you mean strategy?"),
         ("trainr.max_epochs=3", "Did you mean trainer?"),
         ("trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
@@ -28,6 +30,11 @@ from tests.app.commands import forked
         ("trainer.devices=0", "devices=0"),
         ("trainer.accelerator=abacus", "abacus"),
         ("data.batch_size=many", "data.batch_size must be int, not 'many'"),
+        # Below a reference (strategy: ${strategy}) nothing can be set: where it points, it can.
+        ("trainer.strategy.bucket_cap_mb=3", "Did you mean strategy.bucket_cap_mb?"),
+        ("data.num_workers=-1", "data.num_workers must be at least 0, not -1"),
+        ("seed=abc", "seed must be null or a whole number"),
+        ("seed=-1", "seed must be null or a whole number"),
         ("data.batch_size=0", "data.batch_size must be at least 1, not 0"),
         ("model._target_=no.such.Module", "'no.such.Module' cannot be imported"),
         ("model.lr=", "model.lr must be float, not ''"),
@@ -59,7 +66,7 @@ def test_hydras_own_text_where_there_is_nothing_to_add(tmp_path):
     ("override", "told"),
     [
         ("ckpt_path=nowhere.ckpt", "there is no file"),
-        ("trainer.devices=2", "Missing mandatory value: ckpt_path"),
+        ("trainer.devices=2", "ckpt_path has no value; give one: ckpt_path=VALUE"),
     ],
 )
 def test_evaluate_without_a_checkpoint_is_explained(override, told, tmp_path):
