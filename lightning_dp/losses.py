@@ -100,8 +100,8 @@ class LossWeights:
         if window is not None and window.weight == 0:
             self._said_empty = True
             log.warning(
-                "lean_ddp: step %d: every micro-batch on every rank had weight 0, so nothing counted and"
-                " the gradients are zero. The optimizer stepped with them; later steps of this kind are"
-                " not reported.",
+                "lean_ddp: step %d: every micro-batch on every rank had weight 0 or no loss, so nothing"
+                " counted: gradients are zero, or None where no loss reached the parameter. The optimizer"
+                " stepped with them; later steps of this kind are not reported.",
                 step,
             )
