@@ -23,8 +23,12 @@ from lightning_dp.engine.plan import SlotSpec, plan_buckets
 MIB = 2**20
 CAPS_MIB = (25.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5)
 SMALL_BYTES = 16 * 1024
-LARGE_BYTES = MIB
-SMALL_MESSAGES, LARGE_MESSAGES = 8, 2
+SMALL_MESSAGES = 8
+LARGE = 2, MIB  # messages, bytes of each
+FAST_S = (
+    0.02  # where ``LARGE`` took less, ``LARGER`` is sent, which a processor's cache does not hold
+)
+LARGER = 6, 2 * MIB
 MEASURE_S = 0.05  # of each kind of message, and at least once
 MOST_REPEATS = 12
 # What a message costs the backward besides the wire: calls, wake-ups of gloo's threads, their traces in the
@@ -42,15 +46,27 @@ class Link:
         latency_s: Seconds that it takes whatever its size, while others may be under way.
         s_per_byte: Seconds a byte, for which it keeps the others waiting.
         gap_s: Seconds a message for which it does so, whatever its size.
+        busy: Share of the wire's time in which it needs a processor. While the backward needs the same
+            one, the wire is slower by that much.
     """
 
     latency_s: float
     s_per_byte: float
     gap_s: float = 0.0
+    busy: float = 0.0
 
     def seconds(self, nbytes: int) -> float:
-        """Expected seconds for which one all-reduce keeps the wire."""
+        """Expected seconds for which one all-reduce keeps the wire, undisturbed."""
         return self.gap_s + nbytes * self.s_per_byte
+
+    def end_s(self, start_s: float, nbytes: int, backward_s: float) -> float:
+        """When an all-reduce that starts at ``start_s`` lets go of the wire; the backward disturbs it."""
+        work = self.seconds(nbytes)
+        beside = max(0.0, backward_s - start_s)
+        disturbed = work * (1 + self.busy)
+        if disturbed <= beside:
+            return start_s + disturbed
+        return start_s + beside + work - beside / (1 + self.busy)
 
 
 @dataclass(frozen=True)
@@ -74,21 +90,33 @@ def measure_link(group: ReplicaGroup) -> Link:
     Collective: every rank, between two steps, once. Blocks, for 0.2 s or, on a slow link, until 4.5 MiB
     have been sent.
     """
-    small = _fastest(group, SMALL_MESSAGES, SMALL_BYTES)
-    one = min(small, _fastest(group, 1, SMALL_BYTES))
-    large = _fastest(group, LARGE_MESSAGES, LARGE_BYTES)
+    small, _ = _fastest(group, SMALL_MESSAGES, SMALL_BYTES)
+    one = min(small, _fastest(group, 1, SMALL_BYTES)[0])
+    count, size = LARGE
+    large, cpu = _fastest(group, count, size)
+    if group.broadcast_object(large < FAST_S):
+        count, size = LARGER
+        large, cpu = _fastest(group, count, size)
     gap = max(0.0, small - one) / (SMALL_MESSAGES - 1)
-    nbytes = LARGE_MESSAGES * LARGE_BYTES - SMALL_BYTES
-    slope = max(0.0, large - one - (LARGE_MESSAGES - 1) * gap) / nbytes
-    return Link(max(1e-5, one - slope * SMALL_BYTES), slope, max(0.0, gap - slope * SMALL_BYTES))
+    slope = max(0.0, large - one - (count - 1) * gap) / (count * size - SMALL_BYTES)
+    return Link(
+        max(1e-5, one - slope * SMALL_BYTES),
+        slope,
+        max(0.0, gap - slope * SMALL_BYTES),
+        min(1.0, cpu / large),
+    )
 
 
-def _fastest(group: ReplicaGroup, messages: int, nbytes: int) -> float:
-    """Seconds until ``messages`` all-reduces that were started together are done; the best of a few."""
+def _fastest(group: ReplicaGroup, messages: int, nbytes: int) -> tuple[float, float]:
+    """Time ``messages`` all-reduces that are started together; the best of a few.
+
+    Returns:
+        Seconds until all were done, and this process's processor seconds meanwhile.
+    """
     payloads = [torch.zeros(nbytes // 4, device=group.device) for _ in range(messages)]
 
-    def once() -> float:
-        begin = time.perf_counter()
+    def once() -> tuple[float, float]:
+        begin, cpu = time.perf_counter(), time.process_time()
         works = [
             dist.all_reduce(payload, group=group.process_group, async_op=True)
             for payload in payloads
@@ -96,9 +124,9 @@ def _fastest(group: ReplicaGroup, messages: int, nbytes: int) -> float:
         for work in works:
             if work is not None:
                 wait_patiently(work)
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, time.process_time() - cpu
 
-    first = once()  # also sets up connections and memory
+    first, _ = once()  # also sets up connections and memory
     repeats = group.broadcast_object(max(1, min(MOST_REPEATS, int(MEASURE_S / first))))
     return min(once() for _ in range(repeats))
 
@@ -126,7 +154,7 @@ def expected_wait_s(
         ready = max(arrivals_s[position[index]] for index in bucket)
         left = backward_s if number == len(plan) - 1 else max(left, ready)
         nbytes = sum(specs[position[index]].nbytes for index in bucket)
-        free = max(free, left) + link.seconds(nbytes)
+        free = link.end_s(max(free, left), nbytes, backward_s)
     return max(0.0, free + link.latency_s - backward_s), len(plan)
 
 

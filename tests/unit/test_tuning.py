@@ -52,6 +52,16 @@ def test_a_fast_link_keeps_large_ones():
     assert choice.caps[0] == 25 * MIB
 
 
+def test_a_wire_that_needs_the_processor_is_slower_beside_the_backward():
+    link = Link(0.0, 1e-8, gap_s=0.0, busy=0.5)  # 10 ms for a million bytes
+    assert link.end_s(0.0, 1_000_000, backward_s=1.0) == pytest.approx(0.015)
+    assert link.end_s(1.0, 1_000_000, backward_s=1.0) == pytest.approx(1.01)
+    # Half of it done beside the backward, in 7.5 ms, the rest after it.
+    assert link.end_s(0.0, 1_000_000, backward_s=0.0075) == pytest.approx(0.0125)
+    calm = Link(0.0, 1e-8, gap_s=0.0)
+    assert calm.end_s(0.0, 1_000_000, backward_s=0.0075) == pytest.approx(0.01)
+
+
 def test_messages_that_block_each_other_speak_against_small_buckets():
     slow_to_start = Link(latency_s=2e-2, s_per_byte=1e-10, gap_s=2e-2)
     assert choose(*layers(), slow_to_start).caps[0] >= 8 * MIB
