@@ -158,7 +158,7 @@ def launch(args, world_size):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8, 1])
     parser.add_argument("--parameters", type=int, nargs="+", default=[10, 100, 1000, 10000])
     parser.add_argument("--caps", type=float, nargs="+", default=[25, 4, 1, 0.25])
     parser.add_argument("--rounds", type=int, default=3)
