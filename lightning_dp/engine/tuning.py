@@ -172,7 +172,8 @@ def choose(
 
     def cost(caps: tuple[int, int, int]) -> tuple[float, float]:
         wait, count = expected_wait_s(arrivals_s, specs, backward_s, link, caps)
-        return wait + count * HOST_S_PER_BUCKET, wait
+        # What the wire does on the processor is not hidden beside the backward: it makes that longer.
+        return wait * (1 - link.busy) + count * HOST_S_PER_BUCKET, wait
 
     best = int(CAPS_MIB[0] * MIB), MIB, MIB
     best_cost, default_wait = cost(best)

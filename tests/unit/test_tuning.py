@@ -62,6 +62,13 @@ def test_a_wire_that_needs_the_processor_is_slower_beside_the_backward():
     assert calm.end_s(0.0, 1_000_000, backward_s=0.0075) == pytest.approx(0.01)
 
 
+def test_hiding_work_of_the_processor_gains_nothing():
+    arrivals, specs, backward_s = layers()
+    wire, processor = (Link(2e-4, 5e-10, gap_s=1e-4, busy=busy) for busy in (0.0, 1.0))
+    assert choose(arrivals, specs, backward_s, wire).caps[0] < 25 * MIB
+    assert choose(arrivals, specs, backward_s, processor).caps[0] == 25 * MIB
+
+
 def test_messages_that_block_each_other_speak_against_small_buckets():
     slow_to_start = Link(latency_s=2e-2, s_per_byte=1e-10, gap_s=2e-2)
     assert choose(*layers(), slow_to_start).caps[0] >= 8 * MIB
