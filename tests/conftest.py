@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -27,6 +28,9 @@ _ENV_ALLOWED = {
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # forked ranks share few cores
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Started in the background by a shell: every process that a test starts would ignore Ctrl+C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
