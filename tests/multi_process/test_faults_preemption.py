@@ -223,9 +223,12 @@ def _without_checkpoints(rank, world_size, port, root):
     told = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
+    logging.disable(logging.NOTSET)
     for name in ("lightning_utilities.core.rank_zero", "lightning.pytorch"):
-        logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).setLevel(logging.INFO)
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.disabled = False  # a logging config that an earlier test applied may have done that
     module = Slow(
         {"train": lambda: DataLoader(Numbers(48), batch_size=2)},
         0.02,
