@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning_utilities.core import rank_zero
 from torch.utils.data import DataLoader
 
 from lightning_dp import LeanDDPStrategy
@@ -224,11 +225,10 @@ def _without_checkpoints(rank, world_size, port, root):
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logging.disable(logging.NOTSET)
-    for name in ("lightning_utilities.core.rank_zero", "lightning.pytorch"):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.disabled = False  # a logging config that an earlier test applied may have done that
+    # Which logger Lightning writes to depends on which of its modules was imported last.
+    rank_zero.log.addHandler(handler)
+    rank_zero.log.setLevel(logging.INFO)
+    rank_zero.log.disabled = False
     module = Slow(
         {"train": lambda: DataLoader(Numbers(48), batch_size=2)},
         0.02,
