@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.models import job
-from benchmarks.step_time import contender, launch, quiet
+from benchmarks.step_time import bare_trainer, launch, quiet
 
 MIB = 2**20
 STEPS = 6  # the bucket layout is final by then
@@ -100,18 +100,7 @@ def traced_fit(name: str, model: str, world_size: int) -> tuple[int, int, int]:
         module = job(model)
         with record_function("made"):
             pass
-        trainer = pl.Trainer(
-            strategy=contender(name),
-            accelerator="cpu",
-            devices=world_size,
-            max_epochs=1,
-            use_distributed_sampler=False,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[Marks()],
-        )
+        trainer = bare_trainer(name, world_size, Marks())
         trainer.fit(module, module.loader(STEPS))
     live = live_bytes(trace)
     made = live["made"][0]

@@ -73,22 +73,27 @@ class Clock(pl.Callback):
             self.bytes, self.exposed = stats.bytes, stats.exposed_ms
 
 
-def one_fit(name, model, steps, accumulate, world_size, device):
-    module = job(model)
-    clock = Clock(WARM_UP * accumulate)
-    trainer = pl.Trainer(
+def bare_trainer(name, world_size, callback, device="cpu", **more):
+    """Make a Trainer that does nothing besides training: what is measured is the strategy ``name``."""
+    return pl.Trainer(
         strategy=contender(name),
         accelerator=device,
         devices=world_size,
         max_epochs=1,
-        accumulate_grad_batches=accumulate,
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[clock],
+        callbacks=[callback],
+        **more,
     )
+
+
+def one_fit(name, model, steps, accumulate, world_size, device):
+    module = job(model)
+    clock = Clock(WARM_UP * accumulate)
+    trainer = bare_trainer(name, world_size, clock, device, accumulate_grad_batches=accumulate)
     trainer.fit(module, module.loader((steps + WARM_UP) * accumulate + 1))
 
     def per_step(values):

@@ -11,11 +11,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 
 from benchmarks.models import job
-from benchmarks.step_time import contender, quiet
+from benchmarks.step_time import bare_trainer, quiet
 from lightning_dp import StepTimeline
 
 
@@ -29,17 +28,8 @@ def main() -> None:
     torch.set_num_threads(1)
     module = job(args.model)
     with tempfile.TemporaryDirectory() as folder, quiet():
-        trainer = pl.Trainer(
-            strategy=contender(args.strategy),
-            accelerator="cpu",
-            devices=int(os.environ["WORLD_SIZE"]),
-            max_epochs=1,
-            use_distributed_sampler=False,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[StepTimeline(step=10, dirpath=folder)],
+        trainer = bare_trainer(
+            args.strategy, int(os.environ["WORLD_SIZE"]), StepTimeline(step=10, dirpath=folder)
         )
         trainer.fit(module, module.loader(16))
         if trainer.is_global_zero:
