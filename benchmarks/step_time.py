@@ -12,6 +12,7 @@ the machine's drift hits both. The spread is that of the rounds.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -94,7 +95,12 @@ def one_fit(name, model, steps, accumulate, world_size, device):
     module = job(model)
     clock = Clock(WARM_UP * accumulate)
     trainer = bare_trainer(name, world_size, clock, device, accumulate_grad_batches=accumulate)
+    # What the fits before left would be collected in the midst of this one, on each rank at another step:
+    # 0.2 s, more than ten steps of the small models.
+    gc.collect()
+    gc.freeze()
     trainer.fit(module, module.loader((steps + WARM_UP) * accumulate + 1))
+    gc.unfreeze()
 
     def per_step(values):
         """Milliseconds of an optimizer step: a window's batches together, the median window."""
