@@ -32,6 +32,7 @@ WINDOWS = ["--accumulate", "4", "--steps", "6"]
 DATA, PICTURE = "{data}", "{picture}"
 OUT = ["--out", DATA]
 FLAGS = ["ddp:gradient_as_bucket_view=true", "ddp:static_graph=true"]
+OVER_GLOO = "lean:shared_memory=false"  # as between machines
 
 
 def contenders(*names: str) -> list[str]:
@@ -43,7 +44,7 @@ def link(rate: str, *args: str) -> list[str]:
 
 
 SECTIONS: dict[str, list[list[str]]] = {
-    "loopback": [[*STEP, "--pin", *contenders(*FLAGS)]],
+    "loopback": [[*STEP, "--pin", *contenders(*FLAGS, OVER_GLOO)]],
     "accumulate": [
         [*STEP, "--pin", *WINDOWS, "--models", "mlp", "transformer", *contenders()],
         link("1gbit", *WINDOWS, "--models", "mlp", "transformer", *contenders()),

@@ -67,7 +67,7 @@ class Lean(Alone):
         self.module = module
         cap = int(cap_mib * MIB)
         self.window = AccumulationWindow()
-        group = ReplicaGroup.create(torch.device("cpu"))
+        group = ReplicaGroup.create(torch.device("cpu"), shared_memory=True)
         options = LayoutOptions(cap_bytes=cap, first_bytes=min(cap, MIB), last_bytes=min(cap, MIB))
         self.reducer = Reducer(module, group, self.window, options=options)
 

@@ -86,6 +86,7 @@ class EngineOptions:
     manual_sync: str = "each_backward"
     tail: str = "step"
     mid_window: str = "save"
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -100,13 +101,15 @@ class EngineOptions:
         one_of("accum_sync", self.accum_sync, ("window", "every"))
         one_of("tail", self.tail, ("step", "carry", "drop"))
         one_of("mid_window", self.mid_window, ("save", "boundary"))
+        one_of("shared_memory", self.shared_memory, (True, False))
         one_of("manual_sync", self.manual_sync, ("each_backward", "on_step"))
 
-    def layout(self, device: torch.device) -> LayoutOptions:
-        """How to cut buckets on ``device``."""
+    def layout(self, device: torch.device, *, shared: bool = False) -> LayoutOptions:
+        """How to cut buckets on ``device``; ``shared``: they travel through shared memory."""
         # Measured on gloo over 1 Gbit/s: smaller buckets leave less to wait for after the backward
-        # until per-message latency takes over at about 1 MiB. NCCL's messages are worth less each.
-        auto = 25.0 if device.type == "cuda" else 4.0
+        # until per-message latency takes over at about 1 MiB. NCCL's messages are worth less each, and
+        # in shared memory there is next to nothing to wait for.
+        auto = 25.0 if device.type == "cuda" or shared else 4.0
         cap = int((auto if self.bucket_cap_mb == "auto" else float(self.bucket_cap_mb)) * MIB)
         dtype = REDUCE_DTYPES[self.reduce_dtype] if self.reduce_dtype is not None else None
         return LayoutOptions(
@@ -114,7 +117,7 @@ class EngineOptions:
             first_bytes=min(cap, MIB),
             last_bytes=min(cap, MIB),
             reduce_dtype=dtype,
-            tune=self._may_tune(device),
+            tune=not shared and self._may_tune(device),
         )
 
     def _may_tune(self, device: torch.device) -> bool:

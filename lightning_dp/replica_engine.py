@@ -85,7 +85,11 @@ class ReplicaEngine:
         if trainer is not None:
             self.windows.attach(trainer)  # before optimizers: a schedule may ask how many steps
         if self.group is None:
-            self.group = ReplicaGroup.create(device, self.timeout)
+            self.group = ReplicaGroup.create(
+                device, self.timeout, shared_memory=self.options.shared_memory
+            )
+            if self.group.rank == 0 and self.group.shared_memory is not None:
+                log.info("lean_ddp: all ranks share one machine: gradients go through its memory.")
         replicas.synchronize(module, self.group)
 
     def attach(self, optimizers: Sequence[Optimizer], trainer: pl.Trainer) -> None:
@@ -101,7 +105,7 @@ class ReplicaEngine:
             self.group,
             self.window,
             self.hook.wire(self.group, trainer),
-            options.layout(self.group.device),
+            options.layout(self.group.device, shared=self.group.shared_memory is not None),
             partition_of=self.optimizers.partition,
             deferred=options.deferred,
             check_finite=options.check_gradients,

@@ -51,6 +51,8 @@ class LeanDDPStrategy(DDPStrategy):
             measuring the first steps and the link, unless the Trainer is ``deterministic``.
         reduce_dtype: Type in which gradients are averaged, ``"fp32"`` or ``"bf16"``; ``None`` uses each
             gradient's own. ``float64`` always keeps its own.
+        shared_memory: Ranks that all run on one machine's CPU average gradients through its memory;
+            ``False`` sends them over the process group, as between machines.
         ddp_comm_hook: A hook of ``torch.distributed.algorithms.ddp_comm_hooks``, or any callable with
             the signature of one; works on every backend.
         ddp_comm_state: The hook's state.
@@ -135,6 +137,7 @@ class LeanDDPStrategy(DDPStrategy):
         *,
         bucket_cap_mb: float | Literal["auto"] = "auto",
         reduce_dtype: Literal["fp32", "bf16"] | None = None,
+        shared_memory: bool = True,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_state: object | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -190,6 +193,7 @@ class LeanDDPStrategy(DDPStrategy):
             manual_sync=manual_sync,
             tail=tail,
             mid_window=mid_window,
+            shared_memory=shared_memory,
         )
         data = DataOptions(
             iterable=iterable,

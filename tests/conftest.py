@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from tests.support import hosts
+from tests.support import hosts, parity
 
 _NOT_RUN: list[str] = []
 # Libraries set these once per process, and they are harmless to later tests.
@@ -53,6 +53,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("not run")
         for line in _NOT_RUN:
             terminalreporter.write_line(f"not run: {line}")
+
+
+@pytest.fixture(params=["group", "shared_memory"])
+def each_wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test twice: gradients travel over the process group, and through shared memory."""
+    monkeypatch.setattr(parity, "SHARED_MEMORY", request.param == "shared_memory")
 
 
 @pytest.fixture(autouse=True)

@@ -142,7 +142,7 @@ def _round(reducer: Reducer, session: Session, *, new: bool) -> Tensor:
     for position, (bucket, work) in enumerate(session.in_flight):
         session.waiting_for = bucket
         wait_patiently(work, on_host=reducer.group.host_reads_are_free)
-        session.times.waited(position - len(session.in_flight))
+        session.times.waited(position - len(session.in_flight), work)
     session.waiting_for = None
     tail = carrier.control if carrier is not None else _receive(session, separate)
     session.times.ends()

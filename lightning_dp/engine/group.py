@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dp.engine.autograd_seams import wide_gloo
+from lightning_dp.engine.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True)
@@ -22,15 +23,19 @@ class ReplicaGroup:
         rank: This replica's number in the group.
         world_size: How many replicas there are.
         device: Where this replica's parameters live.
+        shared_memory: How buckets are summed where all ranks share a machine; otherwise ``None``.
     """
 
     process_group: dist.ProcessGroup | None
     rank: int
     world_size: int
     device: torch.device
+    shared_memory: SharedMemory | None = None
 
     @classmethod
-    def create(cls, device: torch.device, timeout: timedelta | None = None) -> ReplicaGroup:
+    def create(
+        cls, device: torch.device, timeout: timedelta | None = None, *, shared_memory: bool = False
+    ) -> ReplicaGroup:
         """Make a group of its own over all ranks of the default group.
 
         A group of its own, so that a user's collectives (SyncBatchNorm, metrics, ``all_gather`` with
@@ -39,6 +44,7 @@ class ReplicaGroup:
         Args:
             device: Where the parameters live; decides the backend (gloo for CPU, NCCL for CUDA).
             timeout: How long a collective may take; ``None`` is torch's default.
+            shared_memory: Sum buckets through shared memory if all ranks are on this machine's CPU.
 
         Collective: every rank of the default group, once, in the same order as other group creations.
         """
@@ -48,7 +54,12 @@ class ReplicaGroup:
             return cls(dist.group.WORLD, 0, 1, device)
         backend = wide_gloo() if dist.get_backend() == "gloo" else None
         group = dist.new_group(timeout=timeout, backend=backend)
-        return cls(group, dist.get_rank(), dist.get_world_size(), device)
+        made = cls(group, dist.get_rank(), dist.get_world_size(), device)
+        if not shared_memory or device.type != "cpu":
+            return made
+        return replace(
+            made, shared_memory=SharedMemory.connect(made.rank, made.all_gather_object, timeout)
+        )
 
     def close(self) -> None:
         """End the group and let go of it. Local.
@@ -59,6 +70,8 @@ class ReplicaGroup:
         """
         if self.process_group is not None and self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group(self.process_group)
+        if self.shared_memory is not None:
+            self.shared_memory.close()
         object.__setattr__(self, "process_group", None)
 
     @property

@@ -44,7 +44,7 @@ from lightning_dp.engine.retune import TUNE_AT, tune
 from lightning_dp.engine.session import Session
 from lightning_dp.engine.timing import SessionTimes, now
 from lightning_dp.engine.window import AccumulationWindow, WindowTotals
-from lightning_dp.engine.wire import AllReduceWire, Wire
+from lightning_dp.engine.wire import Wire, default_wire
 from lightning_dp.errors import some_names
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class Reducer:
         module: The user's module; never wrapped, nothing is stored on it or on its parameters.
         group: Who takes part.
         window: Says whether a backward reduces, and what it weighs.
-        wire: How buckets travel; default: one all-reduce each.
+        wire: How buckets travel; default: through shared memory if ``group`` has met there, otherwise one
+            all-reduce each.
         options: How buckets are cut.
         partition_of: Parameters with different numbers never share a bucket (one per optimizer, so
             that a GAN's discriminator is not sent with its generator).
@@ -84,7 +85,7 @@ class Reducer:
     ) -> None:
         self.group = group
         self.window = window
-        self.wire: Wire = wire if wire is not None else AllReduceWire(group)
+        self.wire: Wire = wire if wire is not None else default_wire(group)
         self.layout = Layout(group.device, options or LayoutOptions())
         self.registry = Registry(module, group.device, partition_of)
         self.deferred = tuple(deferred)

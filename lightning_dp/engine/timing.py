@@ -70,10 +70,10 @@ class SessionTimes:
             start.record()
             self._events = (start, stop)
 
-    def waited(self, position: int) -> None:
+    def waited(self, position: int, work: Any) -> None:
         """The wait for the bucket launched as number ``position`` is over."""
         if not self.buckets[position].done:
-            self.buckets[position].done = now()
+            self.buckets[position].done = getattr(work, "ended", 0.0) or now()
 
     def ends(self) -> None:
         """Every collective is done."""

@@ -89,6 +89,33 @@ class AllReduceWire(Stateless):
         return work if work is not None else Done()
 
 
+class SharedMemoryWire(Stateless):
+    """The default where all ranks are on one machine's CPU.
+
+    Args:
+        group: Who takes part; it has met in shared memory.
+    """
+
+    carries_flags = True
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        assert group.shared_memory is not None
+        self.memory = group.shared_memory
+        self.share = 1 / group.world_size
+
+    def launch(self, bucket: Bucket) -> InFlight:
+        """Start averaging ``bucket`` in place.
+
+        Collective: every rank, in launch order. Does not block.
+        """
+        return self.memory.start(bucket.allocate())
+
+
+def default_wire(group: ReplicaGroup) -> Wire:
+    """Return the wire of a user who asked for nothing."""
+    return AllReduceWire(group) if group.shared_memory is None else SharedMemoryWire(group)
+
+
 class Done:
     """A collective that has nothing left to wait for."""
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp import LeanDDPStrategy
+from lightning_dp.engine.shared_memory import SharedMemory
 from lightning_dp.errors import ConfigError
 from tests.support.ranks import RankError, run_ranks
 from tests.support.trainers import free_port, trainer
@@ -271,7 +272,7 @@ class Manual(pl.LightningModule):
 
 
 class CountCollectives:
-    """Counts every collective of torch.distributed between two optimizer steps' batches."""
+    """Counts every collective between two optimizer steps' batches; a sum in memory is an all-reduce."""
 
     NAMES = (
         "all_reduce",
@@ -284,19 +285,23 @@ class CountCollectives:
 
     def __enter__(self):
         self.calls = []
-        self.kept = {name: getattr(dist, name) for name in self.NAMES}
-        for name, original in self.kept.items():
+        places = [(dist, name, name) for name in self.NAMES]
+        places.append((SharedMemory, "start", "all_reduce"))
+        self.kept = [
+            (owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in places
+        ]
+        for (owner, attribute, name), (_, _, original) in zip(places, self.kept, strict=True):
 
             def spy(*args, _name=name, _original=original, **kwargs):
                 self.calls.append(_name)
                 return _original(*args, **kwargs)
 
-            setattr(dist, name, spy)
+            setattr(owner, attribute, spy)
         return self
 
     def __exit__(self, *_):
-        for name, original in self.kept.items():
-            setattr(dist, name, original)
+        for owner, attribute, original in self.kept:
+            setattr(owner, attribute, original)
 
 
 class CountCallback(pl.Callback):

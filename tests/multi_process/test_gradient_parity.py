@@ -22,7 +22,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import RankError, run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("each_wire")]
 both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 

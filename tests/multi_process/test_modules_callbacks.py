@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_dp.engine.wire import AllReduceWire, Done
+from lightning_dp.engine.wire import AllReduceWire, Done, SharedMemoryWire
 from tests.support.parity import assert_equal_on_all_ranks
 from tests.support.ranks import RankError
 from tests.support.trainers import Rows, ddp, lean, ranks, trainer
@@ -235,7 +235,7 @@ def _local(rank, world_size, port):
         bucket.allocate()
         return Done()
 
-    AllReduceWire.launch = nothing
+    AllReduceWire.launch = SharedMemoryWire.launch = nothing
     train(rank, world_size, port, "lean", lambda root: [], 1, {})
 
 

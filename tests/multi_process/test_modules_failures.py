@@ -16,7 +16,7 @@ from tests.support.parity import Harness, assert_equal_on_all_ranks, check, grad
 from tests.support.ranks import run_ranks
 from tests.support.spies import CollectiveSpy
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("each_wire")]
 both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 

@@ -15,12 +15,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from lightning_dp.engine.comm_hooks import CommHookWire
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.layout import LayoutOptions
-from lightning_dp.engine.wire import AllReduceWire, Done
+from lightning_dp.engine.wire import AllReduceWire, Done, SharedMemoryWire
 from tests.support.draws import Draw, Micro, draw
-from tests.support.parity import Harness, as_bytes, grads, mean_over_ranks, plain_backward
+from tests.support.parity import (
+    Harness,
+    as_bytes,
+    grads,
+    make_group,
+    mean_over_ranks,
+    plain_backward,
+)
 from tests.support.ranks import RankError, run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("each_wire")]
 DRAWS = 200
 RELATIVE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.complex64: 3e-5, torch.bfloat16: 3e-2}
 
@@ -116,7 +123,7 @@ def _one(seed: int, rank: int, world_size: int, group: ReplicaGroup) -> None:
 
 
 def _draws(rank, world_size, seeds):
-    group = ReplicaGroup.create(torch.device("cpu"))
+    group = make_group()
     warnings.simplefilter("ignore")  # torch's, about checkpoints whose input needs no gradient
     for seed in seeds:
         try:
@@ -137,7 +144,7 @@ def _without_average(rank, world_size, seeds):
         bucket.allocate()
         return Done()
 
-    AllReduceWire.launch = nothing
+    AllReduceWire.launch = SharedMemoryWire.launch = nothing
     _draws(rank, world_size, seeds)
 
 

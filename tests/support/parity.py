@@ -21,8 +21,17 @@ from lightning_dp.engine.reducer import Reducer
 from lightning_dp.engine.window import AccumulationWindow
 from lightning_dp.engine.wire import RecordingWire, Wire
 
+# Whether gradients travel through shared memory; set by the fixture ``each_wire``.
+SHARED_MEMORY = False
 # Small caps, so that a test's small module has several buckets.
 SMALL = LayoutOptions(cap_bytes=2048, first_bytes=512, last_bytes=512)
+
+
+def make_group() -> ReplicaGroup:
+    """A group over all ranks, that meets in shared memory if the test asks for it."""
+    group = ReplicaGroup.create(torch.device("cpu"), shared_memory=SHARED_MEMORY)
+    assert (group.shared_memory is not None) == (SHARED_MEMORY and group.world_size > 1)
+    return group
 
 
 class Harness:
@@ -39,7 +48,7 @@ class Harness:
         **kwargs: Any,
     ) -> None:
         self.module = module
-        self.group = group or ReplicaGroup.create(torch.device("cpu"))
+        self.group = group or make_group()
         self.window = AccumulationWindow()
         if with_keeper:
             mode = with_keeper if isinstance(with_keeper, str) else "lazy"

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_dp.engine.shared_memory import SharedMemory
+
 # Every public function of torch.distributed that communicates.
 FUNCTIONS = [
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object",
@@ -28,6 +30,7 @@ class CollectiveSpy(TorchDispatchMode):
 
     ``calls`` counts calls of torch.distributed's functions (outer ones only: ``all_gather_object`` is one),
     ``ops`` counts what reaches c10d's dispatcher, from whatever Python or C++ code, in forward or backward.
+    A sum that the engine starts in shared memory counts as an all-reduce in both.
     """
 
     def __init__(self) -> None:
@@ -47,9 +50,20 @@ class CollectiveSpy(TorchDispatchMode):
         for name in FUNCTIONS:
             if hasattr(dist, name):
                 stack.enter_context(mock.patch.object(dist, name, self._counted(name)))
+        stack.enter_context(mock.patch.object(SharedMemory, "start", self._started()))
         self._stack.append(stack)
         super().__enter__()
         return self
+
+    def _started(self) -> Any:
+        original = SharedMemory.start
+
+        def started(memory: SharedMemory, flat: torch.Tensor) -> Any:
+            self.calls["all_reduce"] += 1
+            self.ops["allreduce"] += 1
+            return original(memory, flat)
+
+        return started
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
