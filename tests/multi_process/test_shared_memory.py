@@ -8,14 +8,18 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_dp.engine import same_machine, shared_memory
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.shared_memory import SLICE_BYTES, SLOTS, SharedMemory
 from tests.support.ranks import run_ranks
+from tests.support.trainers import Rows, lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
 CPU = torch.device("cpu")
@@ -289,3 +293,57 @@ def _not_wanted(rank, world_size):
 
 def test_it_is_not_used_unasked():
     assert run_ranks(_not_wanted, 2) == [True, True]
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        # one gradient of several slices, and many small ones
+        self.net = nn.Sequential(
+            nn.Linear(64, 5000), nn.Tanh(), nn.Linear(5000, 8), nn.Linear(8, 1)
+        )
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch.float()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit(rank, world_size, port, options):
+    module = Net()
+    t = trainer(world_size, port, lean(**options), accumulate_grad_batches=2)
+    used = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer, _):
+            used.append(trainer.strategy._engine.group.shared_memory is not None)
+
+    t.callbacks.append(Look())
+    t.fit(module, DataLoader(Rows(48, 64), batch_size=4))
+    return used, [p.detach().numpy().tobytes() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_uses_it_unasked_and_ends_with_the_weights_of_the_process_group(world_size):
+    memory = ranks(_fit, world_size, {})
+    group = ranks(_fit, world_size, {"shared_memory": False})
+    assert [used for used, _ in memory] == [[True]] * world_size
+    assert [used for used, _ in group] == [[False]] * world_size
+    assert all(weights == memory[0][1] for _, weights in memory), "replicas are identical"
+    for mine, theirs in zip(memory[0][1], group[0][1], strict=True):
+        a, b = (torch.frombuffer(bytearray(w), dtype=torch.float32) for w in (mine, theirs))
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def _sizes(rank, world_size, port, cap):
+    module = Net()
+    trainer(world_size, port, lean(bucket_cap_mb=cap)).fit(
+        module, DataLoader(Rows(48, 64), batch_size=4)
+    )
+    return [p.detach().numpy().tobytes() for p in module.parameters()]
+
+
+def test_on_three_ranks_other_bucket_sizes_give_the_same_bits():
+    assert ranks(_sizes, 3, 0.1)[0] == ranks(_sizes, 3, 25)[0]

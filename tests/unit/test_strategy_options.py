@@ -79,6 +79,7 @@ def test_a_subclass_keeps_its_own_arguments():
         {"manual_sync": "auto"},
         {"tail": "skip"},
         {"mid_window": "lose"},
+        {"shared_memory": "yes"},
         {"batch": {"globl": 512, "micro": 16}},
         {"timeout": -5},
         {"timeout": "soon"},
@@ -138,6 +139,7 @@ def test_a_batch_that_contradicts_the_trainer():
 def test_deterministic_runs_do_not_choose_bucket_sizes_by_the_clock():
     cpu = torch.device("cpu")
     assert EngineOptions().layout(cpu).tune
+    assert not EngineOptions().layout(cpu, shared=True).tune
     assert not EngineOptions(bucket_cap_mb=2).layout(cpu).tune
     assert not EngineOptions().layout(torch.device("cuda")).tune
     torch.use_deterministic_algorithms(True)
