@@ -95,7 +95,7 @@ class SharedMemory:
         self._slots: dict[torch.dtype, list[list[Tensor]]] = {}  # [slot][rank], and scratch memory
         self._to_write: deque[Tensor] = deque()
         self._to_add: deque[tuple[Tensor, Sum | None]] = deque()
-        self._written = self._read = 0
+        self._written = self._read = self._told_read = 0
         self._poll = select.poll()
         for peer in peers:
             self._poll.register(peer.connection, select.POLLIN)
@@ -148,13 +148,13 @@ class SharedMemory:
             return
         for peer in self._peers:
             peer.hear()
-        before = self._written, self._read
+        before = self._written
         limit = min(peer.read for peer in self._peers) + SLOTS
         while self._to_write and self._written < limit:
             part = self._to_write.popleft()
             self._of_slot(self._written, part)[self.rank].copy_(part)
             self._written += 1
-        if self._written != before[0]:
+        if self._written != before:
             self._tell()  # now, so that they can begin
         ready = min(self._written, *(peer.written for peer in self._peers))
         while self._read < ready:
@@ -163,8 +163,8 @@ class SharedMemory:
             self._read += 1
             if ends is not None:
                 ends.done, ends.ended = True, time.perf_counter()
-        if self._read != before[1]:
-            self._tell()
+        if self._read - self._told_read >= SLOTS // 2:
+            self._tell()  # otherwise it is soon enough with the next slice: half a ring is free
 
     def sleep(self, deadline: float) -> None:
         """Wait for news, a short while at most.
@@ -200,6 +200,7 @@ class SharedMemory:
         return full or peer.written <= self._read
 
     def _tell(self) -> None:
+        self._told_read = self._read
         for peer in self._peers:
             peer.tell(self._written, self._read)
 
