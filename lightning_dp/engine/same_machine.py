@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MEET_S = 20.0
+MEET_S = 10.0
 _NEWS = struct.Struct("<QQ")  # slices written, slices read
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _peers: weakref.WeakSet[Peer] = weakref.WeakSet()
@@ -88,61 +88,88 @@ def meet(
 
     Collective: every rank. Blocks.
     """
-    with contextlib.ExitStack() as stack:
-        here = listener = None
+    with contextlib.ExitStack() as temporary, contextlib.ExitStack() as connections:
+        here = listener = mine = None
         memory = -1
         with contextlib.suppress(OSError):
             memory = _memory_without_name(ring_bytes)
-            stack.callback(os.close, memory)
-            listener = stack.enter_context(_listener(most_ranks))
+            temporary.callback(os.close, memory)
+            mine = _map(memory)
+            listener = temporary.enter_context(_listener(most_ranks))
             here = _machine()
         places = gather((here, listener.getsockname() if listener is not None else None))
         if len(places) > most_ranks or {machine for machine, _ in places} != {here}:
             return None
-        if here is None or listener is None:
+        if here is None or listener is None or mine is None:
             return None
-        mine = _map(memory)
+        # Nobody waits for an answer before all have called, and who cannot answer hangs up: where one rank
+        # fails, the others learn it at once.
+        lower: list[socket.socket] | None = None
+        with contextlib.suppress(OSError):
+            lower = _call([address for _, address in places[:rank]], rank, memory, connections)
+        if not all(gather(lower is not None)) or lower is None:
+            return None
         peers: list[Peer] | None = None
         with contextlib.suppress(OSError, EOFError):
-            peers = _connect(rank, listener, memory, [address for _, address in places])
-        if all(gather(peers is not None)):
-            return mine, peers or []
-        for peer in peers or ():
-            peer.close()
-    return None
+            peers = _answer(listener, len(places) - 1 - rank, rank, memory, lower, connections)
+        if peers is None:
+            listener.close()
+            connections.close()
+        if not all(gather(peers is not None)) or peers is None:
+            return None
+        connections.pop_all()
+        return mine, peers
 
 
-def _connect(rank: int, listener: socket.socket, memory: int, addresses: list[bytes]) -> list[Peer]:
-    """Connect to every rank below, hear from every rank above, and exchange memory.
+def _call(
+    addresses: list[bytes], rank: int, memory: int, connections: contextlib.ExitStack
+) -> list[socket.socket]:
+    """Connect to every rank below and send it this rank's memory; they need not answer yet.
 
     Raises:
-        OSError: Somebody did not come within ``MEET_S``.
-        EOFError: Somebody came and left.
+        OSError: Nobody is there, or something is refused.
     """
-    lower: dict[int, socket.socket] = {}
-    peers: dict[int, Peer] = {}
-    with contextlib.ExitStack() as if_it_fails:
-        for other in range(rank):
-            lower[other] = if_it_fails.enter_context(socket.socket(socket.AF_UNIX))
-            lower[other].settimeout(MEET_S)
-            lower[other].connect(addresses[other])
-            socket.send_fds(lower[other], [bytes([rank])], [memory])
-        listener.settimeout(MEET_S)
-        while len(peers) < len(addresses) - 1 - rank:
-            connection = if_it_fails.enter_context(listener.accept()[0])
-            if not _is_of_this_user(connection):
-                connection.close()
-                continue
-            connection.settimeout(MEET_S)
-            other, theirs = _receive(connection)
-            peers[other] = Peer(other, connection, theirs)
-            socket.send_fds(connection, [bytes([rank])], [memory])
-        for other, connection in lower.items():
-            peers[other] = Peer(other, connection, _receive(connection)[1])
-        if_it_fails.pop_all()
-    for peer in peers.values():
+    lower = []
+    for address in addresses:
+        connection = connections.enter_context(socket.socket(socket.AF_UNIX))
+        connection.settimeout(MEET_S)
+        connection.connect(address)
+        socket.send_fds(connection, [bytes([rank])], [memory])
+        lower.append(connection)
+    return lower
+
+
+def _answer(
+    listener: socket.socket,
+    higher: int,
+    rank: int,
+    memory: int,
+    lower: list[socket.socket],
+    connections: contextlib.ExitStack,
+) -> list[Peer]:
+    """Answer every rank above, which has called, and take the answers of those below.
+
+    Raises:
+        OSError: Somebody did not answer within ``MEET_S``, or something is refused.
+        EOFError: Somebody hung up.
+    """
+    peers: list[Peer] = []
+    listener.settimeout(MEET_S)
+    while len(peers) < higher:
+        connection = connections.enter_context(listener.accept()[0])
+        if not _is_of_this_user(connection):
+            connection.close()
+            continue
+        connection.settimeout(MEET_S)
+        other, theirs = _receive(connection)
+        socket.send_fds(connection, [bytes([rank])], [memory])
+        peers.append(Peer(other, connection, theirs))
+    peers += [
+        Peer(other, connection, _receive(connection)[1]) for other, connection in enumerate(lower)
+    ]
+    for peer in peers:
         peer.connection.settimeout(None)
-    return [peers[other] for other in sorted(peers)]
+    return sorted(peers, key=lambda peer: peer.rank)
 
 
 def _receive(connection: socket.socket) -> tuple[int, Tensor]:

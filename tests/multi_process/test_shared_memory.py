@@ -267,24 +267,41 @@ def _elsewhere(rank, world_size, what):
         same_machine._machine = lambda: ("another boot", 1)
     if what == "system" and rank == 1:
         same_machine.sys = type("other", (), {"platform": "darwin"})
-    if what == "refused" and rank == 1:
 
-        def refuse(*_):
-            raise OSError("no memory")
+    def refuse(*_):
+        raise OSError("refused")
 
+    if what == "memory" and rank == 1:
         os.memfd_create = refuse
+    if what == "mapping" and rank == 1:
+        same_machine._map = refuse
+    if what == "calling" and rank == 1:
+        same_machine._call = refuse
+    if what == "answering" and rank == 0:
+        same_machine._is_of_this_user = refuse
+    if what == "mapping the other" and rank == 0:
+        same_machine._receive = refuse
+    before = _descriptors()
     if what == "many":
         shared_memory.MOST_RANKS = 1
     group = ReplicaGroup.create(CPU, shared_memory=True)
     mine = torch.ones(2)
     dist.all_reduce(mine, group=group.process_group)
-    return group.shared_memory is None and mine.tolist() == [2, 2]
+    assert group.shared_memory is None
+    assert mine.tolist() == [world_size, world_size]
+    group.close()
+    del group
+    return _descriptors() - before
 
 
-@pytest.mark.parametrize("what", ["machine", "system", "refused", "many"])
-def test_where_one_rank_cannot_all_use_the_process_group(what, monkeypatch):
-    monkeypatch.setattr(same_machine, "MEET_S", 2.0)
-    assert run_ranks(_elsewhere, 2, what) == [True, True]
+@pytest.mark.parametrize(
+    "what",
+    ["machine", "system", "memory", "mapping", "calling", "answering", "mapping the other", "many"],
+)
+def test_where_one_rank_cannot_all_use_the_process_group_at_once(what):
+    began = time.monotonic()
+    assert max(run_ranks(_elsewhere, 3, what)) <= 0, "nothing is left open"
+    assert time.monotonic() - began < same_machine.MEET_S / 2
 
 
 def _not_wanted(rank, world_size):
