@@ -29,9 +29,8 @@ from torch import Tensor
 
 from lightning_dp.engine.same_machine import Peer, meet
 
-MOST_RANKS = (
-    8  # each rank reads all others' gradients: beyond that, a ring over the group reads less
-)
+# Each rank reads the gradients of all others; with more ranks, a ring over the process group reads less.
+MOST_RANKS = 8
 SLICE_BYTES = 512 * 1024  # small enough for a processor's own cache, large enough for its calls
 SLOTS = 16
 RING_BYTES = (SLOTS + 1) * SLICE_BYTES  # the last one is for its owner's intermediate sums
@@ -117,7 +116,7 @@ class SharedMemory:
         return cls(rank, *met, timeout) if met is not None else None
 
     def close(self) -> None:
-        """Close the connections and let go of the memory. Sums under way are lost."""
+        """Close the connections and let go of the memory. Sums under way are lost, and none can start."""
         for peer in self._peers:
             peer.close()
         self._peers, self._rings = [], []
@@ -133,6 +132,7 @@ class SharedMemory:
 
         Collective: every rank, same order. Does not block.
         """
+        self._check_open()
         started = Sum(self)
         parts = flat.detach().split(SLICE_BYTES // flat.element_size())  # type: ignore[no-untyped-call]
         self._to_write.extend(parts)
@@ -143,9 +143,20 @@ class SharedMemory:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Write and add what can be written and added now, and tell the others. Does not block."""
+        """Write and add what can be written and added now, and tell the others. Does not block.
+
+        An exception of a signal handler may come between any two of its lines. Then it is not known any
+        more what the others have of this rank, so it leaves them: they get an error, not a wrong sum.
+        """
         if not self._to_add:
             return
+        try:
+            self._advance()
+        except BaseException:
+            self.close()
+            raise
+
+    def _advance(self) -> None:
         for peer in self._peers:
             peer.hear()
         before = self._written
@@ -175,10 +186,11 @@ class SharedMemory:
         Raises:
             RuntimeError: A rank that is needed has closed its connection, or ``deadline`` has passed.
         """
+        self._check_open()
         needed = [peer for peer in self._peers if self._needs(peer)]
         for peer in needed:
             if peer.gone:
-                raise RuntimeError(f"connection closed by rank {peer.rank}: its process has ended")
+                raise RuntimeError(f"connection closed by rank {peer.rank}, which ended or gave up")
         if time.monotonic() > deadline:
             ranks = ", ".join(str(peer.rank) for peer in needed)
             raise RuntimeError(
@@ -192,8 +204,12 @@ class SharedMemory:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank has gone without which no sum can end."""
-        return any(peer.gone and self._needs(peer) for peer in self._peers)
+        """Whether a rank has gone without which no sum can end, or this one has left."""
+        return not self._peers or any(peer.gone and self._needs(peer) for peer in self._peers)
+
+    def _check_open(self) -> None:
+        if not self._peers:
+            raise RuntimeError("connection closed: this rank was interrupted in the midst of a sum")
 
     def _needs(self, peer: Peer) -> bool:
         full = bool(self._to_write) and peer.read + SLOTS <= self._written

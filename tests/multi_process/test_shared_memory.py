@@ -213,6 +213,35 @@ def test_a_signal_handler_ends_the_wait():
     run_ranks(_interrupted, 2)
 
 
+def _in_the_midst(rank, world_size):
+    memory = meet()
+    mine = torch.ones(FLOATS * 3)
+    if rank == 1:
+        original = SharedMemory._add
+
+        def add(*args):
+            original(*args)
+            raise Stop  # the worst moment: added, and not yet counted
+
+        SharedMemory._add = add
+        with pytest.raises(Stop):
+            memory.start(mine).wait()
+        with pytest.raises(RuntimeError, match="interrupted in the midst of a sum"):
+            memory.start(mine)
+        time.sleep(1)
+        return
+    began = time.monotonic()
+    memory.start(mine).wait()  # rank 1 had written its part
+    assert bool((mine == 3).all())
+    with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+        memory.start(mine).wait()
+    assert time.monotonic() - began < 1
+
+
+def test_a_rank_interrupted_in_the_midst_of_a_sum_leaves_and_sends_nothing_wrong():
+    run_ranks(_in_the_midst, 3)
+
+
 def _forked(rank, world_size):
     memory = meet()
     reading, writing = os.pipe()
