@@ -50,6 +50,7 @@ def test_timeout_fails_the_test():
 def _dies(rank: int, world_size: int) -> None:
     if rank == 0:
         os._exit(7)
+    time.sleep(0.5)  # a rank that has left already would fail the other one's start
 
 
 @pytest.mark.multi_process
