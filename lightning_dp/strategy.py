@@ -47,8 +47,9 @@ class LeanDDPStrategy(DDPStrategy):
     other than ``forward`` stay as they are. All arguments are keyword-only and can be written in YAML.
 
     Args:
-        bucket_cap_mb: About how many MiB of gradients make one message, or ``"auto"``: chosen by
-            measuring the first steps and the link, unless the Trainer is ``deterministic``.
+        bucket_cap_mb: About how many MiB of gradients make one message, or ``"auto"``: 25 in shared
+            memory and on CUDA; otherwise chosen by measuring the first steps and the link, unless the
+            Trainer is ``deterministic``.
         reduce_dtype: Type in which gradients are averaged, ``"fp32"`` or ``"bf16"``; ``None`` uses each
             gradient's own. ``float64`` always keeps its own.
         shared_memory: Ranks that all run on one machine's CPU average gradients through its memory;
