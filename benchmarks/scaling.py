@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.models import Small
 from benchmarks.step_time import spread
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.layout import LayoutOptions
-from lightning_dp.engine.reducer import Reducer
-from lightning_dp.engine.window import AccumulationWindow
+from lightning_dp.engine.plan.layout import LayoutOptions
+from lightning_dp.engine.reduction.reducer import Reducer
+from lightning_dp.engine.reduction.window import AccumulationWindow
 
 MIB = 2**20
 

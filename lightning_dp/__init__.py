@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning_dp import names, namespaces
+from lightning_dp.registration import names, namespaces
 
 if TYPE_CHECKING:
     from lightning_dp.measure.monitor import LeanDDPMonitor

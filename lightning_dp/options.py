@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_dp.engine.layout import MIB, LayoutOptions
+from lightning_dp.engine.plan.layout import MIB, LayoutOptions
 from lightning_dp.errors import ConfigError, some_names
 
 # What torch's DDP needs and this engine does not. Accepted so that configs port; they do nothing.

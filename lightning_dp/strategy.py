@@ -20,18 +20,20 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dp import names, namespaces, run_seams, trainer_seams
-from lightning_dp.batch_plan import batch_plan, check_keys, check_micro
 from lightning_dp.data_plane import DataOptions, DataPlane
-from lightning_dp.engine.timing import SessionTimes
-from lightning_dp.engine.window import WindowTotals
+from lightning_dp.engine.reduction.timing import SessionTimes
+from lightning_dp.engine.reduction.window import WindowTotals
 from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
+from lightning_dp.internals import runs as run_seams
+from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.launch.options import FaultOptions
 from lightning_dp.launch.supervisor import Supervisor
-from lightning_dp.layer_sync import CPULayerSync
 from lightning_dp.measure.stats import StepStats, step_stats
 from lightning_dp.options import DDP_ONLY, EngineOptions, as_timedelta, refuse_unknown
-from lightning_dp.replica_engine import ReplicaEngine
+from lightning_dp.registration import names, namespaces
+from lightning_dp.step.batch_plan import batch_plan, check_keys, check_micro
+from lightning_dp.step.driver import ReplicaEngine
+from lightning_dp.step.layer_sync import CPULayerSync
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

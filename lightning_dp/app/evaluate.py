@@ -12,10 +12,10 @@ import hydra
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_dp import hydra_seams
 from lightning_dp.app.mistakes import explain, explained
 from lightning_dp.app.report import print_table
 from lightning_dp.errors import ConfigError
+from lightning_dp.internals import hydra as hydra_seams
 
 RUN_CONFIG = Path(".hydra") / "config.yaml"
 

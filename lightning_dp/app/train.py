@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_dp import hydra_seams
 from lightning_dp.app.mistakes import explain, explained
 from lightning_dp.app.report import draw_curves, keep_earlier_metrics, print_table
+from lightning_dp.internals import hydra as hydra_seams
 
 if TYPE_CHECKING:
     import lightning as L

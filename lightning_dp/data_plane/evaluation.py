@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_dp import loader_seams
 from lightning_dp.data.eval_batches import EvalBatches
 from lightning_dp.data.loader import LoaderParts, copy_loader, give_batches
 from lightning_dp.data.share import Cursor
@@ -20,6 +19,7 @@ from lightning_dp.data_plane import gather
 from lightning_dp.data_plane.common import Ranks
 from lightning_dp.data_plane.streams import prepare_stream
 from lightning_dp.errors import ConfigError, UnevenShardError
+from lightning_dp.internals import loaders as loader_seams
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

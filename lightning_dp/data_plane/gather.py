@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.patience import wait_patiently
+from lightning_dp.engine.wires.waiting import wait_patiently
 from lightning_dp.errors import ConfigError
 
 _FLOAT32_INTEGERS = 2**24

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from lightning_dp import loader_seams
 from lightning_dp.data.train_batches import TrainBatches
 from lightning_dp.data_plane.resume import Resume
 from lightning_dp.data_plane.training import TrainingData
+from lightning_dp.internals import loaders as loader_seams
 
 log = logging.getLogger(__name__)
 

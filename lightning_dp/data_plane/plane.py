@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_dp import loader_seams, trainer_seams
 from lightning_dp.data.draw import seed_everywhere
 from lightning_dp.data.loader import Shard
 from lightning_dp.data.order import mix
@@ -24,6 +23,8 @@ from lightning_dp.data_plane.place import place, tell_batch_size
 from lightning_dp.data_plane.resume import Resume
 from lightning_dp.data_plane.save import end, save
 from lightning_dp.data_plane.training import TrainingData
+from lightning_dp.internals import loaders as loader_seams
+from lightning_dp.internals import trainer as trainer_seams
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

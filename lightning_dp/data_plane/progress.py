@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_dp import loader_seams
+from lightning_dp.internals import loaders as loader_seams
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dp import loader_seams
 from lightning_dp.data.loader import LoaderParts, Shard
 from lightning_dp.data.shard import TrainPlan
 from lightning_dp.data.share import Cursor
 from lightning_dp.data.state import DataState
+from lightning_dp.internals import loaders as loader_seams
 
 
 def unit_of(parts: LoaderParts) -> str:

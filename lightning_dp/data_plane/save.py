@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from lightning_dp import loader_seams, trainer_seams
 from lightning_dp.data.share import Cursor
 from lightning_dp.data.state import DataState, LoaderState
 from lightning_dp.data.train_batches import TrainBatches
 from lightning_dp.data_plane.resume import unit_of
 from lightning_dp.data_plane.training import Entry, TrainingData
+from lightning_dp.internals import loaders as loader_seams
+from lightning_dp.internals import trainer as trainer_seams
 
 log = logging.getLogger(__name__)
 

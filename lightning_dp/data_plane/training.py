@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lightning_dp import loader_seams
 from lightning_dp.data.align import is_stateful
 from lightning_dp.data.loader import LoaderParts, give_batches
 from lightning_dp.data.share import Cursor
@@ -17,6 +16,7 @@ from lightning_dp.data_plane.common import Ranks, as_resumable
 from lightning_dp.data_plane.progress import Progress
 from lightning_dp.data_plane.resume import Resume, unit_of
 from lightning_dp.data_plane.streams import prepare_stream
+from lightning_dp.internals import loaders as loader_seams
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

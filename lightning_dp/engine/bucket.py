@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.engine.autograd_seams import storage_uses
-from lightning_dp.engine.window import CONTROL_SIZE
+from lightning_dp.engine.reduction.window import CONTROL_SIZE
+from lightning_dp.internals.autograd import storage_uses
 
 ALIGN_BYTES = 16
 RELEASE_BYTES = 32 * 1024  # least mean size of a gradient for which memory goes back between steps

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dp.engine.autograd_seams import wide_gloo
-from lightning_dp.engine.shared_memory import SharedMemory
+from lightning_dp.engine.wires.shared_memory import SharedMemory
+from lightning_dp.internals.autograd import wide_gloo
 
 
 @dataclass(frozen=True)

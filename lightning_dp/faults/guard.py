@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch.distributed as dist
 
-from lightning_dp.engine.patience import wait_patiently
+from lightning_dp.engine.wires.waiting import wait_patiently
 from lightning_dp.faults.channel import FailureChannel
 from lightning_dp.faults.interrupt import Interrupter
 from lightning_dp.faults.liveness import ProcessIdentity

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_dp.errors import LaunchError
-from lightning_dp.hydra_seams import HydraJob
+from lightning_dp.internals.hydra import HydraJob
 
 # Options of the interpreter that take the next argument.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")

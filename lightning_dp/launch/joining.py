@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lightning_dp import hydra_seams, run_seams
 from lightning_dp.faults.guard import Guard
 from lightning_dp.faults.preemption import Preemption
 from lightning_dp.faults.store import with_prefix
+from lightning_dp.internals import hydra as hydra_seams
+from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch.environment import PARENT_VARIABLE, check_group, compare_members
 from lightning_dp.launch.launcher import placement
 from lightning_dp.launch.meeting import Meeting, describe_this_rank, meet

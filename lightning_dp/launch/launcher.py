@@ -7,9 +7,10 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_dp import hydra_seams, run_seams
 from lightning_dp.faults.record import brief_of
-from lightning_dp.hydra_seams import HydraJob
+from lightning_dp.internals import hydra as hydra_seams
+from lightning_dp.internals import runs as run_seams
+from lightning_dp.internals.hydra import HydraJob
 from lightning_dp.launch import exit_code
 from lightning_dp.launch import session as sessions
 from lightning_dp.launch.command import Program, check_repeatable, child_command

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from lightning_dp import run_seams
 from lightning_dp.errors import ConfigError, RankFailedError
 from lightning_dp.faults.liveness import die_with_parent
 from lightning_dp.faults.peers import describe_exit
 from lightning_dp.faults.record import FailureRecord
+from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch import exit_code
 from lightning_dp.launch import session as sessions
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES

@@ -19,9 +19,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dp import loop_seams, run_seams
 from lightning_dp.faults.guard import Guard
 from lightning_dp.faults.preemption import Preemption, StopLine, name_of
+from lightning_dp.internals import loops as loop_seams
+from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch.exit_code import PREEMPTED
 
 if TYPE_CHECKING:

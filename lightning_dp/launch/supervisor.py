@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_dp import run_seams
 from lightning_dp.faults.guard import Guard
 from lightning_dp.faults.preemption import Preemption
+from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch import session as sessions
 from lightning_dp.launch import torchrun
 from lightning_dp.launch.joining import join

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
-from lightning_dp.engine.reducer import Reducer
-from lightning_dp.engine.window import AccumulationWindow
+from lightning_dp.engine.reduction.reducer import Reducer
+from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.faults.waits import EngineWait
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_dp.engine.timing import SessionTimes
-from lightning_dp.engine.window import WindowTotals
+from lightning_dp.engine.reduction.timing import SessionTimes
+from lightning_dp.engine.reduction.window import WindowTotals
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_dp.engine.timing import SessionTimes
+from lightning_dp.engine.reduction.timing import SessionTimes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

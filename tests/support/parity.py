@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dp.engine.buffers import BufferKeeper
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.layout import LayoutOptions
-from lightning_dp.engine.reducer import Reducer
-from lightning_dp.engine.window import AccumulationWindow
-from lightning_dp.engine.wire import RecordingWire, Wire
+from lightning_dp.engine.plan.layout import LayoutOptions
+from lightning_dp.engine.reduction.reducer import Reducer
+from lightning_dp.engine.reduction.window import AccumulationWindow
+from lightning_dp.engine.replicas.buffers import BufferKeeper
+from lightning_dp.engine.wires.wire import RecordingWire, Wire
 
 # Whether gradients travel through shared memory; set by the fixture ``each_wire``.
 SHARED_MEMORY = False

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dp.engine.shared_memory import SharedMemory
+from lightning_dp.engine.wires.shared_memory import SharedMemory
 
 # Every public function of torch.distributed that communicates.
 FUNCTIONS = [

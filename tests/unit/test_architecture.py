@@ -12,7 +12,15 @@ PACKAGE = "lightning_dp"
 ROOT = Path(__file__).parents[2] / PACKAGE
 
 # Left may not import right. A top-level module that is not listed belongs to the strategy's layer.
-LAYERS = {"errors": 0, "engine": 1, "data": 1, "faults": 2, "measure": 2, "launch": 3}
+LAYERS = {
+    "errors": 0,
+    "engine": 1,
+    "data": 1,
+    "internals": 2,
+    "faults": 2,
+    "measure": 2,
+    "launch": 3,
+}
 STRATEGY, INIT, APP = 4, 5, 6
 LAYERS |= {"__init__": INIT, "app": APP, "conf": APP}
 SIBLINGS_APART = {"engine", "data"}  # same layer, and neither may know the other
@@ -21,8 +29,8 @@ SIBLINGS_APART = {"engine", "data"}  # same layer, and neither may know the othe
 KNOWS_NOTHING_OF_US = {"demos"}
 CALLBACKS = {"monitor", "timeline"}  # of measure/: what a user adds to a Trainer
 TORCH_ONLY = {"errors", "engine", "data"}
-# Files for private names: one for torch's autograd, the others for Lightning and Hydra.
-SEAMS = re.compile(r"engine/autograd_seams\.py|[a-z]+_seams\.py")
+SEAMS = re.compile(r"internals/[a-z]+\.py")
+TORCH_SEAMS = "internals.autograd"  # knows torch only: the engine may ask it
 MAX_LINES = 250
 
 
@@ -32,7 +40,7 @@ def unit_of(path: Path) -> str:
 
 
 def layer_of(unit: str) -> int:
-    return LAYERS.get(unit, LAYERS["faults"] if unit.endswith("_seams") else STRATEGY)
+    return LAYERS.get(unit, STRATEGY)
 
 
 def imports_of(tree: ast.AST, inside: str) -> Iterator[tuple[str, bool]]:
@@ -74,7 +82,7 @@ def refused(path: Path, unit: str, name: str, only_types: bool) -> str | None:
         # `from lightning_dp import x` may name a module or something of __init__
         other = rest[0] if rest and (ROOT / rest[0]).exists() else None
         other = other or (rest[0] if rest and (ROOT / f"{rest[0]}.py").exists() else "__init__")
-        if only_types or other == unit:
+        if only_types or other == unit or name.startswith(f"{PACKAGE}.{TORCH_SEAMS}"):
             return None
         if layer_of(other) > layer_of(unit):
             return f"{unit} lies left of {other}"
@@ -111,7 +119,7 @@ def test_imports_go_one_way():
         ("strategy.py", "from lightning_dp.app.train import train"),
         ("strategy.py", "import hydra"),
         ("launch/launcher.py", "def f():\n    from hydra.core.hydra_config import HydraConfig"),
-        ("engine/other_seams.py", "from torch._utils import x"),
+        ("engine/internals.py", "from torch._utils import x"),
         ("strategy.py", "from hydra._internal.utils import get_args_parser"),
         ("demos/digits.py", "import lightning_dp.engine"),
     ],
@@ -127,10 +135,10 @@ def test_control_each_wrong_import_is_found(tmp_path, file, line):
     ("file", "line"),
     [
         ("engine/bucket.py", "from lightning_dp.errors import ConfigError"),
-        ("engine/autograd_seams.py", "from torch._C import _functions"),
+        ("internals/autograd.py", "from torch._C import _functions"),
         ("faults/watch.py", "from lightning_dp.engine.group import ReplicaGroup\nimport lightning"),
         ("measure/monitor.py", "from lightning import Callback"),
-        ("run_seams.py", "from hydra._internal.utils import get_args_parser"),
+        ("internals/runs.py", "from hydra._internal.utils import get_args_parser"),
         ("app/train.py", "import hydra\nfrom lightning_dp import __version__"),
         ("engine/bucket.py", "if TYPE_CHECKING:\n    from lightning_dp.strategy import X"),
     ],

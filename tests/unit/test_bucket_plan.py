@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_dp.engine.bucket import Bucket, Slot, is_dense
-from lightning_dp.engine.plan import SlotSpec, plan_buckets
+from lightning_dp.engine.plan.cut import SlotSpec, plan_buckets
 
 sizes = st.lists(st.integers(1, 400), min_size=0, max_size=60)
 

@@ -13,7 +13,7 @@ def _named() -> set[str]:
 
 
 def _defined() -> set[str]:
-    files = (ROOT / "tests/multi_process").glob("test_modules_*.py")
+    files = (ROOT / "tests/multi_process").rglob("test_*.py")
     return {
         name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
     }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from lightning_dp.errors import LaunchError
-from lightning_dp.hydra_seams import HydraJob
+from lightning_dp.internals.hydra import HydraJob
 from lightning_dp.launch.command import Program, child_command, quote
 
 

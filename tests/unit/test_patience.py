@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lightning_dp.engine.patience import wait_patiently
+from lightning_dp.engine.wires.waiting import wait_patiently
 
 
 class Ending(dist.Work):

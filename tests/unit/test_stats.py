@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_dp.engine.timing import BucketTimes, SessionTimes
-from lightning_dp.engine.window import CONTROL_SIZE, Control, WindowTotals
+from lightning_dp.engine.reduction.timing import BucketTimes, SessionTimes
+from lightning_dp.engine.reduction.window import CONTROL_SIZE, Control, WindowTotals
 from lightning_dp.measure.stats import step_stats
 
 

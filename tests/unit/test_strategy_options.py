@@ -12,9 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_dp
 from lightning_dp import LeanDDPStrategy
-from lightning_dp.batch_plan import batch_plan
 from lightning_dp.errors import ConfigError, LeanDDPError
 from lightning_dp.options import EngineOptions
+from lightning_dp.step.batch_plan import batch_plan
 
 
 def test_every_name_is_registered():

@@ -2,7 +2,7 @@
 
 import json
 
-from lightning_dp.engine.timing import BucketTimes, SessionTimes
+from lightning_dp.engine.reduction.timing import BucketTimes, SessionTimes
 from lightning_dp.measure.timeline import chrome_trace, draw, spans_of
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from lightning_dp.engine.plan import SlotSpec
-from lightning_dp.engine.tuning import (
+from lightning_dp.engine.plan.cut import SlotSpec
+from lightning_dp.engine.plan.tuning import (
     CAPS_MIB,
     HOST_S_PER_BUCKET,
     MIB,

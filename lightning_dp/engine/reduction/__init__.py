@@ -1,0 +1,1 @@
+"""One backward that reduces."""

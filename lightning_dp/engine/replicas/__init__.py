@@ -1,0 +1,1 @@
+"""Replicas are equal: at the start, and ever after."""

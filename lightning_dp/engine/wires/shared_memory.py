@@ -1,0 +1,244 @@
+"""Sum buckets through shared memory, where all ranks run on one machine.
+
+gloo sends every byte through the kernel's network code, also to a neighbour on the same machine. Here a
+rank reads its neighbours' gradients where they lie. Linux, CPU, at most ``MOST_RANKS`` ranks, all in one
+network namespace; everything else goes over the process group.
+
+[Note: how a sum travels] Every rank owns a ring of slots that the others may read. A bucket is cut into
+slices, the same on all ranks. A rank copies a slice into its next slot, and when the others have theirs, it
+adds all of them, in the order of ranks: every rank adds the same numbers in the same order, so that the
+sums are equal to the byte. A slot is used again when everybody has read it.
+
+[Note: no thread] Nothing happens in the background: the ring moves when a bucket leaves and while the host
+waits. The backward keeps its core busy, and a thread beside it would only take turns with it. Starting a
+sum never blocks: what finds no free slot stays in its bucket until there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dp.engine.wires.shm_peers import Peer, meet
+
+# Each rank reads the gradients of all others; with more ranks, a ring over the process group reads less.
+MOST_RANKS = 8
+SLICE_BYTES = 512 * 1024  # small enough for a processor's own cache, large enough for its calls
+SLOTS = 16
+RING_BYTES = (SLOTS + 1) * SLICE_BYTES  # the last one is for its owner's intermediate sums
+POLL_MS = 200  # a trainer outside of the main thread is interrupted between two polls only
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # as a process group's
+
+
+class Sum:
+    """One sum under way.
+
+    Attributes:
+        done: Whether ``flat`` holds the sum.
+        ended: When it was done, in seconds of ``time.perf_counter``.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self.done = False
+        self.ended = 0.0
+
+    def wait(self) -> None:
+        """Return when the sum is there. Python's signal handlers run meanwhile.
+
+        Raises:
+            RuntimeError: A rank that is needed has closed its connection, or the time ran out.
+
+        Collective: completes a sum that was started on every rank. Blocks.
+        """
+        self._memory.advance()
+        if self.done:
+            return
+        deadline = time.monotonic() + self._memory.timeout_s
+        while not self.done:
+            self._memory.sleep(deadline)
+            self._memory.advance()
+
+    def is_completed(self) -> bool:
+        """Whether the sum is there, or will never be; moves on what can be moved. Does not block."""
+        self._memory.advance()
+        return self.done or self._memory.is_lost
+
+
+class SharedMemory:
+    """Sums flat tensors over ranks that share a machine; made by :meth:`connect`.
+
+    Args:
+        rank: This rank.
+        ring: ``(ring bytes,)`` uint8, this rank's own.
+        peers: The others, by rank.
+        timeout: Longest wait for one sum; ``None`` is a process group's default.
+    """
+
+    def __init__(
+        self, rank: int, ring: Tensor, peers: list[Peer], timeout: timedelta | None = None
+    ) -> None:
+        self.rank = rank
+        self.timeout_s = (timeout or DEFAULT_TIMEOUT).total_seconds()
+        self._peers = peers
+        self._rings = [peer.memory for peer in peers]
+        self._rings.insert(rank, ring)
+        self._slots: dict[torch.dtype, list[list[Tensor]]] = {}  # [slot][rank], and scratch memory
+        self._to_write: deque[Tensor] = deque()
+        self._to_add: deque[tuple[Tensor, Sum | None]] = deque()
+        self._written = self._read = self._told_read = 0
+        self._poll = select.poll()
+        for peer in peers:
+            self._poll.register(peer.connection, select.POLLIN)
+
+    @classmethod
+    def connect(
+        cls, rank: int, gather: Callable[[Any], list[Any]], timeout: timedelta | None = None
+    ) -> SharedMemory | None:
+        """Meet the other ranks; ``None``, on all of them, where that is not possible.
+
+        Args:
+            rank: This rank.
+            gather: Returns every rank's value, by rank.
+            timeout: Longest wait for one sum; ``None`` is a process group's default.
+
+        Collective: every rank. Blocks.
+        """
+        met = meet(rank, RING_BYTES, MOST_RANKS, gather)
+        return cls(rank, *met, timeout) if met is not None else None
+
+    def close(self) -> None:
+        """Close the connections and let go of the memory. Sums under way are lost, and none can start."""
+        for peer in self._peers:
+            peer.close()
+        self._peers, self._rings = [], []
+        self._slots.clear()
+        self._to_write.clear()
+        self._to_add.clear()
+
+    def start(self, flat: Tensor) -> Sum:
+        """Start to sum ``flat`` over ranks, in place.
+
+        Args:
+            flat: ``(n,)`` floating, contiguous, on the CPU; ``n`` and dtype equal on all ranks.
+
+        Collective: every rank, same order. Does not block.
+        """
+        self._check_open()
+        started = Sum(self)
+        parts = flat.detach().split(SLICE_BYTES // flat.element_size())  # type: ignore[no-untyped-call]
+        self._to_write.extend(parts)
+        self._to_add.extend((part, None) for part in parts[:-1])
+        self._to_add.append((parts[-1], started))
+        self.advance()
+        return started
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Write and add what can be written and added now, and tell the others. Does not block.
+
+        An exception of a signal handler may come between any two of its lines. Then it is not known any
+        more what the others have of this rank, so it leaves them: they get an error, not a wrong sum.
+        """
+        if not self._to_add:
+            return
+        try:
+            self._advance()
+        except BaseException:
+            self.close()
+            raise
+
+    def _advance(self) -> None:
+        for peer in self._peers:
+            peer.hear()
+        before = self._written
+        limit = min(peer.read for peer in self._peers) + SLOTS
+        while self._to_write and self._written < limit:
+            part = self._to_write.popleft()
+            self._of_slot(self._written, part)[self.rank].copy_(part)
+            self._written += 1
+        if self._written != before:
+            self._tell()  # now, so that they can begin
+        ready = min(self._written, *(peer.written for peer in self._peers))
+        while self._read < ready:
+            part, ends = self._to_add.popleft()
+            self._add(part, self._of_slot(self._read, part))
+            self._read += 1
+            if ends is not None:
+                ends.done, ends.ended = True, time.perf_counter()
+        if self._read - self._told_read >= SLOTS // 2:
+            self._tell()  # otherwise it is soon enough with the next slice: half a ring is free
+
+    def sleep(self, deadline: float) -> None:
+        """Wait for news, a short while at most.
+
+        Args:
+            deadline: Seconds of ``time.monotonic``.
+
+        Raises:
+            RuntimeError: A rank that is needed has closed its connection, or ``deadline`` has passed.
+        """
+        self._check_open()
+        needed = [peer for peer in self._peers if self._needs(peer)]
+        for peer in needed:
+            if peer.gone:
+                raise RuntimeError(f"connection closed by rank {peer.rank}, which ended or gave up")
+        if time.monotonic() > deadline:
+            ranks = ", ".join(str(peer.rank) for peer in needed)
+            raise RuntimeError(
+                f"operation timed out: waited {self.timeout_s:.0f} s for gradients of rank {ranks}"
+            )
+        for peer in self._peers:
+            if peer.gone:
+                with contextlib.suppress(KeyError):
+                    self._poll.unregister(peer.connection)
+        self._poll.poll(POLL_MS)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank has gone without which no sum can end, or this one has left."""
+        return not self._peers or any(peer.gone and self._needs(peer) for peer in self._peers)
+
+    def _check_open(self) -> None:
+        if not self._peers:
+            raise RuntimeError("connection closed: this rank was interrupted in the midst of a sum")
+
+    def _needs(self, peer: Peer) -> bool:
+        full = bool(self._to_write) and peer.read + SLOTS <= self._written
+        return full or peer.written <= self._read
+
+    def _tell(self) -> None:
+        self._told_read = self._read
+        for peer in self._peers:
+            peer.tell(self._written, self._read)
+
+    def _of_slot(self, number: int, part: Tensor) -> list[Tensor]:
+        """Return all ranks' slots of slice ``number``, and scratch memory, as long as ``part``."""
+        slots = self._slots.get(part.dtype)
+        if slots is None:
+            rings = [ring.view(part.dtype).chunk(SLOTS + 1) for ring in self._rings]
+            scratch = rings[self.rank][SLOTS]
+            slots = [[*slot, scratch] for slot in zip(*rings, strict=True)][:SLOTS]
+            self._slots[part.dtype] = slots
+        whole = slots[number % SLOTS]
+        n = part.numel()
+        return whole if whole[0].numel() == n else [slot[:n] for slot in whole]
+
+    def _add(self, part: Tensor, slots: list[Tensor]) -> None:
+        """Put the sum over ranks into ``part``, which holds this rank's own."""
+        *terms, scratch = slots
+        terms[self.rank] = part
+        total = part if self.rank <= 1 else scratch
+        torch.add(terms[0], terms[1], out=total)
+        for rank in range(2, len(terms)):
+            out = part if rank >= self.rank else scratch
+            torch.add(total, terms[rank], out=out)
+            total = out

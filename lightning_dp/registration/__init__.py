@@ -1,0 +1,1 @@
+"""The strategy's names in Lightning's registries."""

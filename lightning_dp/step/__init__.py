@@ -1,0 +1,1 @@
+"""One training step in the Trainer's life."""

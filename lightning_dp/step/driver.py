@@ -1,0 +1,314 @@
+"""One training step between Lightning's hooks and the engine: weights, windows, checks, life time.
+
+This file is longer than others because a step's hooks are read in the order in which they run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.reduction.reducer import Reducer
+from lightning_dp.engine.reduction.window import AccumulationWindow
+from lightning_dp.engine.replicas import start as replicas
+from lightning_dp.engine.replicas.buffers import BufferKeeper
+from lightning_dp.engine.replicas.digest import check_replicas
+from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.internals.autograd import split_compiled_graphs
+from lightning_dp.options import EngineOptions
+from lightning_dp.step.accumulation import WindowKeeper
+from lightning_dp.step.hook_choice import HookChoice
+from lightning_dp.step.losses import LossWeights
+from lightning_dp.step.optimizer_groups import OptimizerGroups
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaEngine:
+    """Owns the group, the window, the reducer and the buffers from set-up to tear-down.
+
+    Args:
+        options: Checked options.
+        hook: A communication hook, or ``None``.
+        state: Its state.
+        wrapper: Wraps the hook.
+        timeout: For collectives of the gradients' own group.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        hook: Callable[..., Any] | None,
+        state: object,
+        wrapper: Callable[..., Any] | None,
+        timeout: timedelta | None,
+    ) -> None:
+        self.options = options
+        self.hook = HookChoice(hook, state, wrapper)
+        self.timeout = timeout
+        self.window = AccumulationWindow()
+        self.windows = WindowKeeper(self.window, options.tail, options.mid_window)
+        self.group: ReplicaGroup | None = None
+        self.reducer: Reducer | None = None
+        self.keeper: BufferKeeper | None = None
+        self.optimizers = OptimizerGroups(())
+        self.trainer: pl.Trainer | None = None
+        self._module: pl.LightningModule | None = None
+        self.losses = LossWeights()
+        self._averaged = False
+
+    # Life time
+
+    def open(self, module: pl.LightningModule, device: torch.device) -> None:
+        """Make the group and make all replicas equal to rank 0's.
+
+        Raises:
+            ReplicaMismatchError: The ranks do not hold the same module.
+
+        Collective: every rank. Blocks.
+        """
+        self._module = module
+        self.window.reset()
+        self.window.position = 0
+        trainer = trainer_seams.attached_trainer(module)
+        if trainer is not None:
+            self.windows.attach(trainer)  # before optimizers: a schedule may ask how many steps
+        if self.group is None:
+            self.group = ReplicaGroup.create(
+                device, self.timeout, shared_memory=self.options.shared_memory
+            )
+            if self.group.rank == 0 and self.group.shared_memory is not None:
+                log.info("lean_ddp: all ranks share one machine: gradients go through its memory.")
+        replicas.synchronize(module, self.group)
+
+    def attach(self, optimizers: Sequence[Optimizer], trainer: pl.Trainer) -> None:
+        """Hook the parameters; one partition of buckets per optimizer."""
+        assert self.group is not None
+        assert self._module is not None
+        self.optimizers = OptimizerGroups(optimizers)
+        self.trainer = trainer
+        options = self.options
+        self.keeper = BufferKeeper(self._module, self.group, options.buffers, options.buffer_reduce)
+        self.reducer = Reducer(
+            self._module,
+            self.group,
+            self.window,
+            self.hook.wire(self.group, trainer),
+            options.layout(self.group.device, shared=self.group.shared_memory is not None),
+            partition_of=self.optimizers.partition,
+            deferred=options.deferred,
+            check_finite=options.check_gradients,
+            keeper=self.keeper,
+        )
+        self.hook.restore(self.reducer)
+        self._averaged = trainer_seams.averages_weights(trainer)
+        self.steps = 0
+        self.losses = LossWeights()
+
+    def close(self) -> None:
+        """Remove hooks and end the group; gradients and weights stay."""
+        self.windows.detach()
+        if self.reducer is not None:
+            self.reducer.close()
+        if self.group is not None:
+            self.group.close()
+        self.reducer = self.keeper = self.group = self.trainer = self._module = None
+        self.optimizers = OptimizerGroups(())
+        self.hook.forget()
+
+    def abort(self, error: BaseException) -> None:
+        """Give up a step that this rank cannot finish; never raises."""
+        if self.reducer is not None:
+            self.reducer.abort(error)
+
+    # One micro-batch
+
+    @property
+    def _automatic(self) -> bool:
+        return self._module is not None and self._module.automatic_optimization
+
+    @contextmanager
+    def forward(self) -> Generator[None]:
+        """Around a training step: equal buffers first, and compiled graphs that can overlap."""
+        reducer = self.reducer
+        if reducer is not None and self._automatic:
+            self.windows.note_forward()
+        if reducer is None or reducer.group.world_size == 1:
+            yield
+            return
+        if self.window.position == 0 and self.keeper is not None:
+            self.keeper.before_step()
+        reducer.release_storage()
+        with split_compiled_graphs(reducer.layout.options.cap_bytes):
+            yield
+
+    def weigh(self, output: Any) -> Any:
+        """Read the weight of a training step's output; give a rank without a loss a zero one."""
+        if not self._automatic or self.reducer is None:
+            self.losses.weight = 1.0
+            return output
+        return self.losses.weigh(output, self.reducer.group)
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Generator[Tensor]:
+        """Around one backward: yields the weighted loss; an exception reaches the other ranks."""
+        if self.reducer is None:
+            yield loss
+            return
+        if self._automatic and self.trainer is not None:
+            divisor = self.trainer.accumulate_grad_batches
+            weight = self.losses.weight
+            self.window.add(weight, loss.detach() * divisor if weight else None, divisor)
+        else:
+            self.windows.note_manual_backward()
+        try:
+            yield self.losses.weighted(loss)
+        except BaseException as error:
+            self.reducer.abort(error)
+            raise
+
+    def arm(self, loss: Tensor) -> None:
+        """Before a backward: let it reduce, if its window ends."""
+        if self.reducer is None:
+            return
+        if self.options.check_gradients != "off":
+            # A loss scaler looks for the largest scale by overflowing, and skips those steps. With a
+            # scale below one, what is not finite is not its doing.
+            scale = self.scale()
+            searching = scale is not None and scale >= 1
+            self.reducer.check_finite = "off" if searching else self.options.check_gradients
+        self.reducer.arm(loss)
+
+    def finish_backward(self) -> None:
+        """After a backward: finish what autograd's callback could not."""
+        if self.reducer is not None and self.reducer.is_open and not self.reducer.nested:
+            self.reducer.finalize()
+
+    @contextmanager
+    def inside_window(self) -> Generator[None]:
+        """While in this context, backwards do not end the window."""
+        if self.options.accum_sync == "every":
+            before, self.window.ends = self.window.ends, False
+            try:
+                yield
+            finally:
+                self.window.ends = before
+        else:
+            with self.window.closed():
+                yield
+
+    # One optimizer step
+
+    @property
+    def _reduces_on_step(self) -> bool:
+        return not self._automatic and self.options.manual_sync == "on_step"
+
+    def closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """Wrap the closure, which the precision plugin calls before it unscales, clips and steps."""
+        reducer = self.reducer
+        if reducer is None:
+            return closure
+
+        def closed() -> Any:
+            if not self._reduces_on_step:
+                output = closure()
+                self.finish_backward()
+                return output
+            output = closure()
+            reducer.reduce_now(self.optimizers.index(optimizer))
+            return output
+
+        return closed
+
+    def scale(self) -> float | None:
+        """The gradient scaler's scale; ``None`` without one. A step that lowers it was skipped."""
+        plugin = self.trainer.strategy.precision_plugin if self.trainer is not None else None
+        scaler = getattr(plugin, "scaler", None)
+        return float(scaler.get_scale()) if scaler is not None else None
+
+    def after_step(self, scale_before: float | None) -> None:
+        """Count the step; now and then compare replicas. Collective: every rank, at the same steps."""
+        reducer = self.reducer
+        if reducer is None:
+            return
+        scale = self.scale()
+        skipped = scale is not None and scale_before is not None and scale < scale_before
+        self.windows.note_step(skipped=skipped)
+        if self._automatic and self.trainer is not None:
+            step = self.trainer.global_step
+            self.losses.after_step(step, lambda: reducer.totals, reducer.group.rank)
+        self.steps += 1
+        if self._averaged:
+            self.before_use(between_steps=True)
+        every = self.options.check_replicas_every_n_steps
+        if every and (self.steps == 1 or self.steps % every == 0) and not self.hook.is_local_sgd:
+            check_replicas(reducer, self.steps, self.options.on_mismatch)
+
+    def before_use(self, *, between_steps: bool = False) -> None:
+        """Make buffers equal before they are read. Collective: every rank, unless one is failing."""
+        if self.keeper is not None and not trainer_seams.is_unwinding(self.trainer):
+            self.keeper.before_use(between_steps=between_steps)
+
+    # Checkpoints
+
+    def begin_training(self) -> None:
+        """Restore a window that was saved half done; look at windows that will not fit. Local."""
+        if self.reducer is not None:
+            self.windows.restore(self.reducer)
+            self.windows.say_misfits()
+
+    def add_to(self, checkpoint: dict[str, Any]) -> None:
+        """Add the window so far and the hook's state. Collective: every rank, unless one is failing."""
+        if self.reducer is None or trainer_seams.is_unwinding(self.trainer):
+            return
+        window = self.windows.state(self.reducer)
+        if "optimizer_states" not in checkpoint:
+            return
+        if window is not None:
+            checkpoint.setdefault("lean_ddp", {})["window"] = window
+        self.hook.add_to(checkpoint, self.reducer)
+
+    def remember(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep what a loaded checkpoint says of its window and of the communication hook."""
+        self.windows.remember(checkpoint.get("lean_ddp", {}).get("window"))
+        self.hook.remember(checkpoint)
+
+    # Parameters that come later
+
+    def before_batch(self, batch_idx: int) -> None:
+        """Look for new parameters at an epoch's start, and when an optimizer got a group.
+
+        Collective: every rank. One small exchange an epoch.
+        """
+        if self.reducer is None:
+            return
+        self.window.reduces = not self._reduces_on_step
+        self.windows.begin_batch(batch_idx, automatic=self._automatic)
+        if self.optimizers.have_grown() or batch_idx == 0:
+            self._take_in_new()
+            if self.keeper is not None:
+                self.keeper.refresh()
+
+    def _take_in_new(self) -> None:
+        assert self.reducer is not None
+        assert self.group is not None
+        assert self._module is not None
+        missing = sorted(self.reducer.registry.missing())
+        if not any(self.group.all_gather_object(missing)):
+            return
+        replicas.compare(self._module, self.group)
+        parameters = dict(self._module.named_parameters())
+        replicas.broadcast([parameters[name] for name in missing], self.group)
+        self.reducer.add_parameters()
+        log.info("lean_ddp: took in new parameters: %s", ", ".join(missing))

@@ -1,0 +1,94 @@
+"""The user's communication hook: made into a wire, saved with checkpoints, restored from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.reduction.reducer import Reducer
+from lightning_dp.engine.wires.comm_hook import CommHookWire
+from lightning_dp.engine.wires.comm_hook_state import forget, hook_state, load_hook_state
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+
+class HookChoice:
+    """``ddp_comm_hook``, ``ddp_comm_state`` and ``ddp_comm_wrapper`` as given, or nothing.
+
+    Args:
+        hook: A communication hook, or ``None``.
+        state: Its state.
+        wrapper: Wraps the hook.
+    """
+
+    def __init__(
+        self,
+        hook: Callable[..., Any] | None,
+        state: object,
+        wrapper: Callable[..., Any] | None,
+    ) -> None:
+        self._hook = hook
+        self._state = state
+        self._wrapper = wrapper
+        self._saved: Mapping[str, Any] | None = None
+        self._lent: list[Any] = []
+
+    @property
+    def is_local_sgd(self) -> bool:
+        """Whether replicas differ on purpose between two averages of the parameters."""
+        return self._hook is not None and hasattr(self._state, "start_localSGD_iter")
+
+    def wire(self, group: ReplicaGroup, trainer: pl.Trainer) -> CommHookWire | None:
+        """Return a wire that sends buckets through the hook; ``None`` without a hook.
+
+        Collective: every rank, where torch's post-local SGD has no subgroup of its own yet.
+        """
+        if self._hook is None:
+            return None
+        state: Any = self._state
+        if group.host_reads_are_free and getattr(state, "subgroup", ...) is None:
+            # torch makes subgroups of as many ranks as a machine has GPUs; here it has none.
+            per_machine = len(trainer.strategy.parallel_devices)  # type: ignore[attr-defined]
+            state.subgroup, _ = dist.new_subgroups(per_machine)  # type: ignore[no-untyped-call]
+        # gloo's threads may drop a hook's callbacks, which name the group, after the group was closed. If
+        # theirs were the last reference, the group would be destroyed on its own thread, which aborts
+        # the process. So it lives as long as this object.
+        self._lent.append(group.process_group)
+        heal = getattr(trainer.precision_plugin, "scaler", None) is not None
+        return CommHookWire(group, self._hook, state, self._wrapper, heal=heal)
+
+    def add_to(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
+        """Add the hook's state. Collective: every rank."""
+        if self._hook is None:
+            return
+        kept = hook_state(self._state, reducer.layout, reducer.group)
+        if kept is not None:
+            checkpoint.setdefault("lean_ddp", {})["engine"] = {"hook": kept}
+
+    def remember(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep what a loaded checkpoint says of the hook."""
+        self._saved = checkpoint.get("lean_ddp", {}).get("engine", {}).get("hook")
+
+    def forget(self) -> None:
+        """Drop what was loaded."""
+        self._saved = None
+
+    def restore(self, reducer: Reducer) -> None:
+        """Put the loaded state back, once there is an engine. Every rank calls it."""
+        saved, self._saved = self._saved, None
+        if self._hook is None:
+            return
+        if saved is None:
+            forget(self._state)  # an earlier fit's buckets were others
+            return
+        told = load_hook_state(self._state, saved, reducer.group)
+        reducer.layout.remembered = list(saved["layout"])
+        if told and reducer.group.rank == 0:
+            log.warning("lean_ddp: communication hook: %s.", told)

@@ -1,0 +1,102 @@
+"""Private names that the engine's side touches: each with the name there, and gone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import callbacks
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+
+from lightning_dp import LeanDDPStrategy
+from lightning_dp.internals import autograd as autograd_seams
+from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.step.layer_sync import CPULayerSync
+
+
+class Own(LayerSync):
+    """A user's plugin."""
+
+    def apply(self, model):
+        return model
+
+    def revert(self, model):
+        return model
+
+
+def test_layer_sync_is_replaced_only_where_lightning_put_its_own():
+    strategy = LeanDDPStrategy()
+    assert hasattr(strategy, "_layer_sync"), "Lightning's name"
+    ours, own = CPULayerSync(), Own()
+    for before, after in ((None, None), (own, own), (TorchSyncBatchNorm(), ours)):
+        strategy._layer_sync = before
+        trainer_seams.replace_layer_sync(strategy, ours)
+        assert strategy._layer_sync is after
+    bare = SimpleNamespace()
+    trainer_seams.replace_layer_sync(bare, ours)
+    assert not hasattr(bare, "_layer_sync")
+
+
+def test_weight_averaging_is_recognised(monkeypatch):
+    def trainer(*given):
+        return SimpleNamespace(callbacks=list(given))
+
+    swa = callbacks.StochasticWeightAveraging(swa_lrs=0.1)
+    assert trainer_seams.averages_weights(trainer(swa))
+    assert trainer_seams.averages_weights(trainer(callbacks.EMAWeightAveraging()))
+    assert not trainer_seams.averages_weights(trainer(callbacks.ModelSummary()))
+    assert not trainer_seams.averages_weights(SimpleNamespace())
+    monkeypatch.delattr(callbacks, "WeightAveraging")
+    assert trainer_seams.averages_weights(trainer(swa))
+
+
+def test_unwinding_is_the_status_or_an_exception():
+    running = SimpleNamespace(state=SimpleNamespace(status="running"))
+    assert not trainer_seams.is_unwinding(running)
+    assert trainer_seams.is_unwinding(SimpleNamespace(state=SimpleNamespace(status="interrupted")))
+    assert not trainer_seams.is_unwinding(None)
+    try:
+        raise ValueError("x")
+    except ValueError:
+        assert trainer_seams.is_unwinding(running)
+
+
+def test_attached_trainer_of_a_module_without_one():
+    assert trainer_seams.attached_trainer(torch.nn.Linear(1, 1)) is None
+
+
+def test_end_of_backward(monkeypatch):
+    assert autograd_seams.has_end_of_backward()
+    assert not autograd_seams.queue_end_of_backward(lambda: None), "outside of a backward"
+    ran = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(
+        lambda _: ran.append(autograd_seams.queue_end_of_backward(lambda: ran.append("end")))
+    )
+    (x * 2).sum().backward()
+    assert ran == [True, "end"]
+    assert autograd_seams.enclosing_node() is None
+    monkeypatch.delattr(torch._C, "_current_autograd_node")
+    assert autograd_seams.enclosing_node() is None
+    assert autograd_seams._one_task() == 0, "in place of the graph task's number"
+    assert not autograd_seams.has_end_of_backward()
+    assert not autograd_seams.queue_end_of_backward(lambda: None)
+    assert not autograd_seams.run_at_end_of_outer(object(), lambda: None)
+
+
+@pytest.mark.parametrize("missing", ["_Options", "create_device", "create_default_device"])
+def test_without_gloos_options_torchs_own_gloo_is_used(monkeypatch, missing):
+    assert autograd_seams.wide_gloo() == autograd_seams.WIDE_GLOO
+    names = {"_Options", "create_device", "create_default_device"} - {missing}
+    fake = SimpleNamespace(**{name: getattr(dist.ProcessGroupGloo, name) for name in names})
+    monkeypatch.setattr(dist, "ProcessGroupGloo", fake)
+    assert autograd_seams.wide_gloo() is None
+    monkeypatch.delattr(dist, "ProcessGroupGloo")
+    assert autograd_seams.wide_gloo() is None
+
+
+def test_collectives_that_torch_is_to_check_stay_torchs(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert autograd_seams.wide_gloo() is None
