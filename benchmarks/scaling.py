@@ -29,6 +29,7 @@ from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.reduction.window import AccumulationWindow
+from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
 
 MIB = 2**20
 
@@ -67,9 +68,10 @@ class Lean(Alone):
         self.module = module
         cap = int(cap_mib * MIB)
         self.window = AccumulationWindow()
-        group = ReplicaGroup.create(torch.device("cpu"), shared_memory=True)
+        group = ReplicaGroup.create(torch.device("cpu"))
         options = LayoutOptions(cap_bytes=cap, first_bytes=min(cap, MIB), last_bytes=min(cap, MIB))
-        self.reducer = Reducer(module, group, self.window, options=options)
+        wire = SharedMemoryWire.connect(group)
+        self.reducer = Reducer(module, group, self.window, wire, options)
 
     def backward(self, loss):
         self.window.add(1.0, loss)

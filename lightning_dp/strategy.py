@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dp.data_plane import DataOptions, DataPlane
-from lightning_dp.engine.reduction.timing import SessionTimes
-from lightning_dp.engine.reduction.window import WindowTotals
+from lightning_dp.engine.control import WindowTotals
+from lightning_dp.engine.reduction.timing import ReductionTimes
 from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals import trainer as trainer_seams
@@ -32,7 +32,7 @@ from lightning_dp.measure.stats import StepStats, step_stats
 from lightning_dp.options import DDP_ONLY, EngineOptions, as_timedelta, refuse_unknown
 from lightning_dp.registration import names, namespaces
 from lightning_dp.step.batch_plan import batch_plan, check_keys, check_micro
-from lightning_dp.step.driver import ReplicaEngine
+from lightning_dp.step.driver import StepDriver
 from lightning_dp.step.layer_sync import CPULayerSync
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class LeanDDPStrategy(DDPStrategy):
             timeout=as_timedelta("timeout", timeout),
             start_method=start_method,
         )
-        self._engine = ReplicaEngine(
+        self._engine = StepDriver(
             self.options, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, self._timeout
         )
         self._data_plane = DataPlane(data, self._timeout)
@@ -261,7 +261,7 @@ class LeanDDPStrategy(DDPStrategy):
             return None
         return step_stats(reducer.times, reducer.totals, reducer.group.world_size)
 
-    def watch_collectives(self, on: bool) -> SessionTimes | None:
+    def watch_collectives(self, on: bool) -> ReductionTimes | None:
         """Take exact end times of collectives from now on, or no longer; returns the last session's.
 
         Costs a callback on the backend's thread per bucket: for timelines, not for training.
@@ -404,7 +404,7 @@ class LeanDDPStrategy(DDPStrategy):
         Collective: every rank. Blocks.
         """
         assert self.lightning_module is not None
-        self._engine.open(self.lightning_module, self.root_device)
+        self._engine.open(self.lightning_module, self.root_device, self._supervisor.supervision)
 
     def _say_ported(self) -> None:
         given = [name for name, value in self._ported.items() if value is not None]
@@ -447,20 +447,20 @@ class LeanDDPStrategy(DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Back-propagate the weighted loss; gradients are averaged when this returns.
+        """Back-propagate the weighted loss; gradients are averaged before ``on_after_backward``.
+
+        Hooks see the user's loss, and a backward of their own is no reduction.
 
         Collective: every rank, if the window reduces.
         """
-        with self._engine.backward(closure_loss) as loss:
-            return super().backward(loss, optimizer, *args, **kwargs)
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Arm the engine; the loss is not scaled by a precision plugin yet."""
-        self._engine.arm(closure_loss)
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Safety net: finish a reduction that autograd's callback did not."""
-        self._engine.finish_backward()
+        module = self.lightning_module
+        assert module is not None
+        with self._engine.hooks():
+            scaled = self.precision_plugin.pre_backward(closure_loss, module)
+        with self._engine.backward(closure_loss, scaled) as loss:
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        with self._engine.hooks():
+            return self.precision_plugin.post_backward(scaled, module)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
@@ -480,9 +480,9 @@ class LeanDDPStrategy(DDPStrategy):
         Collective: every rank.
         """
         closure = self._engine.closure(closure, optimizer)
-        scale = self._engine.scale()
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._engine.after_step(scale)
+        with self._engine.hooks():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._engine.after_step()
         return output
 
     # Statistics are made equal before somebody reads them

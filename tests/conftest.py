@@ -61,6 +61,12 @@ def each_wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(parity, "SHARED_MEMORY", request.param == "shared_memory")
 
 
+@pytest.fixture(params=["at_once", "deferred"])
+def each_reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test twice: reduced values are read at once, and one step later as on an accelerator."""
+    monkeypatch.setattr(parity, "DEFERRED", request.param == "deferred")
+
+
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """A test leaves environment, process group, threads and Lightning's rank as it found them."""

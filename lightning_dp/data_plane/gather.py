@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.wires.waiting import wait_patiently
+from lightning_dp.engine.waiting import interruptible_wait
 from lightning_dp.errors import ConfigError
 
 _FLOAT32_INTEGERS = 2**24
@@ -87,7 +87,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         whole = grads[0].clone(memory_format=torch.contiguous_format)  # the given one may be shared
-        wait_patiently(
+        interruptible_wait(
             dist.all_reduce(whole, group=ctx.group, async_op=True), on_host=_on_host(whole)
         )
         return whole[dist.get_rank(ctx.group)], None
@@ -118,7 +118,7 @@ def all_gather(tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:
 def _stacked(tensor: Tensor, group: Any) -> Tensor:
     gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     work = dist.all_gather(list(gathered), tensor.contiguous(), group=group, async_op=True)
-    wait_patiently(work, on_host=_on_host(tensor))
+    interruptible_wait(work, on_host=_on_host(tensor))
     return gathered
 
 

@@ -2,7 +2,7 @@
 
 ``plan_buckets`` is planning with integers alone. ``Bucket`` owns storage:
 
-    flat:  [ grad of slot 0 | grad of slot 1 | ... | used-flags, one a slot | control tail ]
+    flat:  [ grad of slot 0 | grad of slot 1 | ... | used-flags, one a slot | control block ]
 
 A slot's view has the *parameter's* strides, so a channels_last weight gets a channels_last gradient
 and nothing is copied twice. The used-flags say which slots had a gradient on this rank; they are
@@ -17,13 +17,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.engine.reduction.window import CONTROL_SIZE
+from lightning_dp.engine.control import CONTROL_SIZE
+from lightning_dp.errors import ConfigError
 from lightning_dp.internals.autograd import storage_uses
 
 ALIGN_BYTES = 16
 RELEASE_BYTES = 32 * 1024  # least mean size of a gradient for which memory goes back between steps
 # Above this, a copy while the gradient is in the cache pays for its call (measured on a CPU).
-EAGER_BYTES = 32 * 1024
+COPY_EARLY_BYTES = 32 * 1024
 
 
 class Slot:
@@ -31,21 +32,21 @@ class Slot:
 
     __slots__ = (
         "bucket",
+        "copied_in",
+        "copy_early",
         "deferred",
-        "eager",
         "expects_sparse",
-        "gone",
         "grad_view",
         "index",
         "is_complex",
-        "kept",
+        "local_grad",
         "name",
         "nested",
         "param",
         "partition",
-        "session",
+        "reduction",
+        "removed",
         "sparse",
-        "taken",
         "view",
     )
 
@@ -58,24 +59,26 @@ class Slot:
         self.bucket: Bucket | None = None
         self.view: Tensor | None = None  # into the bucket, real dtype
         self.grad_view: Tensor | None = None  # what ``param.grad`` becomes
-        self.kept: Tensor | None = None  # the local gradient, when its dtype is not the bucket's
-        self.eager = False  # large, on a CPU: copied when it arrives
-        self.taken = -1  # the session in which it was
-        self.session = -1  # the last session in which it fired
+        self.local_grad: Tensor | None = (
+            None  # the local gradient, when its dtype is not the bucket's
+        )
+        self.copy_early = False  # large, on a CPU: copied when it arrives
+        self.copied_in = -1  # the reduction in which it was
+        self.reduction = -1  # the last reduction in which it fired
         self.nested = False  # fires inside a re-entrant backward, and only once
         self.deferred = False  # may fire more than once: its bucket is sent last
         self.sparse = False
         self.expects_sparse = False  # the weight of an Embedding(sparse=True)
-        self.gone = False  # no longer in the module: its place stays, its memory does not
+        self.removed = False  # no longer in the module: its place stays, its memory does not
 
     def let_go(self) -> None:
         """The module dropped the parameter: keep its shape for the layout, not its memory."""
         old = self.param
         shell = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="meta")
         self.param = nn.Parameter(shell, requires_grad=False)
-        self.gone = True
-        self.eager = False
-        self.grad_view = self.kept = None
+        self.removed = True
+        self.copy_early = False
+        self.grad_view = self.local_grad = None
         if self.bucket is not None:
             self.bucket.same_dtype[self.bucket.slots.index(self)] = True  # nothing to copy back
 
@@ -96,12 +99,12 @@ class Bucket:
     Attributes:
         index: Its place in the launch order; equal on all ranks.
         slots: In the order of their memory.
-        flat: ``(numel,)`` storage of gradients, flags and control tail; ``None`` while released.
-        carries_control: Whether its dtype can hold the control tail without loss.
+        flat: ``(numel,)`` storage of gradients, flags and control block; ``None`` while released.
+        carries_control: Whether its dtype can hold the control block without loss.
     """
 
     grads: Tensor
-    not_eager: Tensor
+    not_early: Tensor
     flags: Tensor
     control: Tensor
 
@@ -110,12 +113,12 @@ class Bucket:
     ) -> None:
         self.index = index
         for slot in slots:
-            large = slot.numel * dtype.itemsize >= EAGER_BYTES
+            large = slot.numel * dtype.itemsize >= COPY_EARLY_BYTES
             same = _real_dtype(slot.param.dtype) == dtype
-            slot.eager = device.type == "cpu" and large and same and not slot.is_complex
-        # Eager ones first: they are scaled one by one, the rest of the memory in one call.
-        self.slots = sorted(slots, key=lambda slot: not slot.eager)
-        self.eager_slots = [slot.eager for slot in slots].count(True)
+            slot.copy_early = device.type == "cpu" and large and same and not slot.is_complex
+        # Those first: they are scaled one by one, the rest of the memory in one call.
+        self.slots = sorted(slots, key=lambda slot: not slot.copy_early)
+        self.early_slots = [slot.copy_early for slot in slots].count(True)
         self.dtype = dtype
         self.device = device
         self.deferred = any(slot.deferred for slot in slots)
@@ -132,10 +135,11 @@ class Bucket:
             self.offsets.append(offset)
             offset += -(-slot.numel // align) * align
         self.grad_numel = offset
-        self.eager_numel = [*self.offsets, offset][self.eager_slots]
+        self.early_numel = [*self.offsets, offset][self.early_slots]
         self.carries_control = dtype in (torch.float32, torch.float64)
         self.numel = offset + len(self.slots) + (CONTROL_SIZE if self.carries_control else 0)
         self.strides = [_strides(slot.param) for slot in self.slots]
+        self.shapes = [slot.param.shape for slot in self.slots]
         ends = zip(self.offsets, self.slots, [*self.offsets[1:], self.grad_numel], strict=True)
         self.gaps = [
             (begin + slot.numel, end) for begin, slot, end in ends if begin + slot.numel < end
@@ -156,8 +160,15 @@ class Bucket:
         return [slot.name for slot in self.slots]
 
     def allocate(self) -> Tensor:
-        """Return the storage, made when there is none; what ``fill`` does not write is zero."""
+        """Return the storage, made when there is none; what ``copy_in`` does not write is zero.
+
+        Raises:
+            ConfigError: A parameter has another shape than when its place was planned.
+        """
         if self.flat is None:
+            for slot, shape in zip(self.slots, self.shapes, strict=True):
+                if slot.param.shape != shape:
+                    raise changed_shape(slot, shape)
             flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             for begin, end in self.gaps:
                 flat[begin:end].zero_()
@@ -167,7 +178,7 @@ class Bucket:
                 slot.view, slot.grad_view = _views(flat, slot, offset, strides, same)
             flags_end = self.grad_numel + len(self.slots)
             self.grads = flat[: self.grad_numel]
-            self.not_eager = flat[self.eager_numel : self.grad_numel]
+            self.not_early = flat[self.early_numel : self.grad_numel]
             self.flags = flat[self.grad_numel : flags_end]
             self.control = flat[flags_end:]
             self.flat = flat
@@ -198,11 +209,26 @@ class Bucket:
             return False
         if any(s.grad_view is not None and s.param.grad is s.grad_view for s in self.slots):
             return False
+        self.abandon()
+        return True
+
+    def abandon(self) -> None:
+        """Leave the storage to whoever still uses it: a collective that nobody waits for any more."""
+        if self.flat is None:
+            return
         for slot in self.slots:
             slot.view = slot.grad_view = None
         self.flat = None
-        del self.grads, self.not_eager, self.flags, self.control
-        return True
+        del self.grads, self.not_early, self.flags, self.control
+
+
+def changed_shape(slot: Slot, shape: torch.Size) -> ConfigError:
+    """Return the error for a parameter whose ``.data`` was exchanged."""
+    return ConfigError(
+        f"parameter {slot.name} has shape {tuple(slot.param.shape)} and had {tuple(shape)} when"
+        " its gradient's place was planned. Assign a new nn.Parameter to the module in place of another tensor"
+        " to param.data; it is taken in at the next epoch, or when an optimizer gets a group."
+    )
 
 
 def _real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -213,7 +239,7 @@ def _views(
     flat: Tensor, slot: Slot, offset: int, strides: tuple[int, ...], same: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the slot's view into the bucket and the view that ``param.grad`` becomes."""
-    same = same and not slot.gone
+    same = same and not slot.removed
     if slot.param.is_complex():
         real = flat[offset : offset + slot.numel].view(*slot.param.shape, 2)
         return real, torch.view_as_complex(real) if same else None

@@ -1,16 +1,26 @@
-"""Who takes part: a process group and this rank's place in it, as one frozen value."""
+"""Who takes part: process groups and this rank's place in them, as one frozen value."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lightning_dp.engine.wires.shared_memory import SharedMemory
+from lightning_dp.engine.waiting import interruptible_wait
 from lightning_dp.internals.autograd import wide_gloo
+
+Waiting = Callable[[str], AbstractContextManager[None]]
+
+
+def _unwatched(_: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -23,87 +33,115 @@ class ReplicaGroup:
         rank: This replica's number in the group.
         world_size: How many replicas there are.
         device: Where this replica's parameters live.
-        shared_memory: How buckets are summed where all ranks share a machine; otherwise ``None``.
+        control_group: For what ranks tell each other while gradients are under way: on the CPU, whatever
+            the
+            device. A message there can never be paired with a bucket.
+        host_reads_are_free: Whether the host may read a reduced value without waiting for an accelerator.
+            ``False`` on a CPU runs an accelerator's logic there (for tests).
+        reduces: Whether there is anything to average.
+        waiting: Registers a wait for other ranks with whoever watches over them.
     """
 
     process_group: dist.ProcessGroup | None
     rank: int
     world_size: int
     device: torch.device
-    shared_memory: SharedMemory | None = None
+    control_group: dist.ProcessGroup | None = None
+    host_reads_are_free: bool = True
+    reduces: bool = True
+    waiting: Waiting = _unwatched
 
     @classmethod
     def create(
-        cls, device: torch.device, timeout: timedelta | None = None, *, shared_memory: bool = False
+        cls,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        *,
+        host_reads_are_free: bool | None = None,
+        alone: bool = False,
+        waiting: Waiting = _unwatched,
     ) -> ReplicaGroup:
-        """Make a group of its own over all ranks of the default group.
+        """Make groups of its own over all ranks of the default group.
 
-        A group of its own, so that a user's collectives (SyncBatchNorm, metrics, ``all_gather`` with
+        Groups of its own, so that a user's collectives (SyncBatchNorm, metrics, ``all_gather`` with
         gradients) can never be paired with a bucket, in whatever order they are issued.
 
         Args:
             device: Where the parameters live; decides the backend (gloo for CPU, NCCL for CUDA).
             timeout: How long a collective may take; ``None`` is torch's default.
-            shared_memory: Sum buckets through shared memory if all ranks are on this machine's CPU.
+            host_reads_are_free: ``None`` decides by device.
+            alone: Reduce in a world of one as well (for tests and benchmarks of one device).
+            waiting: Registers a wait for other ranks.
 
         Collective: every rank of the default group, once, in the same order as other group creations.
         """
+        free = device.type == "cpu" if host_reads_are_free is None else host_reads_are_free
         if not dist.is_initialized():
-            return cls(None, 0, 1, device)
-        if dist.get_world_size() == 1:
-            return cls(dist.group.WORLD, 0, 1, device)
+            return cls(None, 0, 1, device, None, free, reduces=False)
+        world_size = dist.get_world_size()
+        if world_size == 1 and not alone:
+            return cls(dist.group.WORLD, 0, 1, device, None, free, reduces=False)
         backend = wide_gloo() if dist.get_backend() == "gloo" else None
         group = dist.new_group(timeout=timeout, backend=backend)
-        made = cls(group, dist.get_rank(), dist.get_world_size(), device)
-        if not shared_memory or device.type != "cpu":
-            return made
-        return replace(
-            made, shared_memory=SharedMemory.connect(made.rank, made.all_gather_object, timeout)
+        control = dist.new_group(timeout=timeout, backend="gloo")
+        return cls(
+            group, dist.get_rank(), world_size, device, control, free, reduces=True, waiting=waiting
         )
 
     def close(self) -> None:
-        """End the group and let go of it. Local.
+        """End the groups and let go of them. Local.
 
-        Let go of it now, whoever still holds this object: a gloo group that is left to the garbage
+        Let go of them now, whoever still holds this object: a gloo group that is left to the garbage
         collector may be collected in a data loading worker that was forked meanwhile, and waits there,
         for ever or until it crashes, for threads that only exist in this process.
         """
-        if self.process_group is not None and self.world_size > 1 and dist.is_initialized():
-            dist.destroy_process_group(self.process_group)
-        if self.shared_memory is not None:
-            self.shared_memory.close()
+        if self.reduces and dist.is_initialized():
+            for group in (self.process_group, self.control_group):
+                if group is not None:
+                    dist.destroy_process_group(group)
         object.__setattr__(self, "process_group", None)
+        object.__setattr__(self, "control_group", None)
 
-    @property
-    def host_reads_are_free(self) -> bool:
-        """Whether reading a reduced value does not make the host wait for an accelerator."""
-        return self.device.type == "cpu"
+    def all_gather_object(self, value: Any, what: str = "what the ranks compare") -> list[Any]:
+        """Return every rank's picklable ``value``, by rank.
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, by rank.
+        Args:
+            value: This rank's.
+            what: Names the wait in reports.
 
-        Collective: every rank, same order. Blocks. For start-up and rare agreement only.
+        Collective: every rank, same order. Blocks; the wait can be interrupted. For start-up and rare
+        agreement.
         """
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.process_group)
-        return values
+        if self.control_group is None:
+            values: list[Any] = [None] * self.world_size
+            dist.all_gather_object(values, value, group=self.process_group)
+            return values
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        with self.waiting(what):
+            sizes = self._gather(torch.tensor([data.numel()]))
+            padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+            padded[: data.numel()] = data
+            parts = self._gather(padded)
+        return [
+            pickle.loads(part[: int(size)].numpy().tobytes())
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        interruptible_wait(dist.all_gather(parts, tensor, group=self.control_group, async_op=True))
+        return parts
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return rank ``source``'s ``value`` on every rank.
 
-        Collective: every rank, same order. Blocks.
+        Collective: every rank, same order. Blocks; the wait can be interrupted.
         """
-        if self.world_size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(
-            values, dist.get_global_rank(self._group, source), group=self._group
-        )
-        return values[0]
+        return self.all_gather_object(value if self.rank == source else None)[source]
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite ``tensor`` with rank ``source``'s, in place.
 
         Args:
@@ -113,9 +151,12 @@ class ReplicaGroup:
         Collective: every rank, same order, same ``numel``. Blocks (on CUDA: the stream only).
         """
         if self.world_size > 1:
-            dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
+            group = self.process_group
+            work = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+            with self.waiting("values of rank 0"):
+                interruptible_wait(work, on_host=self.device.type == "cpu")
 
-    def all_reduce_mean(self, tensor: torch.Tensor) -> None:
+    def all_reduce_mean(self, tensor: Tensor) -> None:
         """Average ``tensor`` over all replicas, in place.
 
         Args:
@@ -124,10 +165,7 @@ class ReplicaGroup:
         Collective: every rank, same order, same ``numel``. Blocks (on CUDA: the stream only).
         """
         if self.world_size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.process_group)
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        if self.process_group is None:
-            raise ValueError("a world of one has no group to communicate in")
-        return self.process_group
+            op, group = dist.ReduceOp.AVG, self.process_group
+            work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+            with self.waiting("a mean over ranks"):
+                interruptible_wait(work, on_host=self.device.type == "cpu")

@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch.distributed as dist
 
-from lightning_dp.engine.wires.waiting import wait_patiently
+from lightning_dp.engine.waiting import interruptible_wait
 from lightning_dp.faults.channel import FailureChannel
 from lightning_dp.faults.interrupt import Interrupter
 from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.peers import Peers
-from lightning_dp.faults.record import FailureRecord
+from lightning_dp.faults.record import FailureRecord, is_consequence
 from lightning_dp.faults.settle import explain, find_first, linger
 from lightning_dp.faults.sockets import GroupSockets
 from lightning_dp.faults.store import Store
@@ -147,6 +147,17 @@ class Guard:
             with contextlib.suppress(dist.DistError, RuntimeError):
                 channel.write(f"left/{channel.rank}", "1")
 
+    def publish(self, error: BaseException) -> None:
+        """Tell all ranks that this one has failed, before it sends anything else. Never raises.
+
+        Collective: none.
+        """
+        channel = self.channel
+        if channel is None or self._is_agreed(error) or is_consequence(error):
+            return
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            channel.publish(FailureRecord.from_exception(channel.rank, error, self.where()))
+
     def barrier(self, name: str, plain: Callable[[], None]) -> None:
         """A barrier that can be interrupted, and that all ranks must enter by the same name.
 
@@ -171,7 +182,7 @@ class Guard:
                 raise self._barrier_mismatch(channel, name, theirs)
         with self.waits.waiting(what):
             if dist.get_backend() == "gloo":
-                wait_patiently(dist.barrier(async_op=True))
+                interruptible_wait(dist.barrier(async_op=True))
             else:
                 plain()
 

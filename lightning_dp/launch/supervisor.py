@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_dp.engine.reduction.failure import Supervision
 from lightning_dp.faults.guard import Guard
 from lightning_dp.faults.preemption import Preemption
 from lightning_dp.internals import runs as run_seams
@@ -195,11 +196,12 @@ class Supervisor:
 
     def batch_starts(self) -> None:
         """A micro-batch of training begins: a request to stop travels with its gradients."""
-        engine = self._view.engine
-        engine.window.stop = self.preemption.local_stop
-        reducer = engine.reducer
-        if reducer is not None and reducer.on_stop is None:
-            reducer.on_stop = self._stop_has_travelled
+        self._view.engine.window.stop = self.preemption.local_stop
+
+    @property
+    def supervision(self) -> Supervision:
+        """What the engine says to this class."""
+        return Supervision(self.guard.publish, self.guard.waits.waiting, self._stop_has_travelled)
 
     def _stop_has_travelled(self) -> None:
         """All ranks have read at the same step that one of them was asked to stop."""

@@ -63,9 +63,9 @@ class View:
             return EngineWait(0)
         bucket = reducer.waiting_for
         if bucket is None:
-            return EngineWait(reducer.sessions)
+            return EngineWait(reducer.begun)
         what = f"the gradients of step {self.step} (bucket {bucket.index})"
-        return EngineWait(reducer.sessions, what, tuple(bucket.names))
+        return EngineWait(reducer.begun, what, tuple(bucket.names))
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The default group and the engine's own."""

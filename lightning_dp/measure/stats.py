@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_dp.engine.reduction.timing import SessionTimes
-from lightning_dp.engine.reduction.window import WindowTotals
+from lightning_dp.engine.control import WindowTotals
+from lightning_dp.engine.reduction.timing import ReductionTimes
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StepStats:
     loss: float
 
 
-def step_stats(times: SessionTimes, totals: WindowTotals | None, world_size: int) -> StepStats:
+def step_stats(times: ReductionTimes, totals: WindowTotals | None, world_size: int) -> StepStats:
     """Work out one step's statistics from the engine's clock reads.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_dp.engine.reduction.timing import SessionTimes
+from lightning_dp.engine.reduction.timing import ReductionTimes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -97,7 +97,7 @@ class StepTimeline(Callback):
             )
 
 
-def spans_of(marks: dict[str, float], times: SessionTimes) -> list[Span]:
+def spans_of(marks: dict[str, float], times: ReductionTimes) -> list[Span]:
     """Turn clock readings into spans, in seconds since the batch began."""
     zero = marks["start"]
     times.settle()
@@ -121,7 +121,7 @@ def spans_of(marks: dict[str, float], times: SessionTimes) -> list[Span]:
     ]
 
 
-def _lanes(times: SessionTimes) -> list[int]:
+def _lanes(times: ReductionTimes) -> list[int]:
     """Give each bucket the first lane that is free when it starts."""
     free: list[float] = []
     lanes = []

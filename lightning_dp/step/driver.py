@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.reduction.failure import Supervision
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.reduction.window import AccumulationWindow
-from lightning_dp.engine.replicas import start as replicas
+from lightning_dp.engine.replicas import start
 from lightning_dp.engine.replicas.buffers import BufferKeeper
 from lightning_dp.engine.replicas.digest import check_replicas
+from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
+from lightning_dp.engine.wires.wire import Wire
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.autograd import split_compiled_graphs
 from lightning_dp.options import EngineOptions
@@ -28,6 +31,7 @@ from lightning_dp.step.accumulation import WindowKeeper
 from lightning_dp.step.hook_choice import HookChoice
 from lightning_dp.step.losses import LossWeights
 from lightning_dp.step.optimizer_groups import OptimizerGroups
+from lightning_dp.step.step_watch import StepWatch
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class ReplicaEngine:
+class StepDriver:
     """Owns the group, the window, the reducer and the buffers from set-up to tear-down.
 
     Args:
@@ -65,12 +69,18 @@ class ReplicaEngine:
         self.optimizers = OptimizerGroups(())
         self.trainer: pl.Trainer | None = None
         self._module: pl.LightningModule | None = None
-        self.losses = LossWeights()
+        self.losses: LossWeights | None = None
+        self.host_reads_are_free: bool | None = None  # for tests: False runs an accelerator's logic
+        self.reduces_alone = False  # for tests and benchmarks: a world of one reduces as well
         self._averaged = False
+        self._steps = StepWatch(())
+        self._supervision = Supervision()
 
     # Life time
 
-    def open(self, module: pl.LightningModule, device: torch.device) -> None:
+    def open(
+        self, module: pl.LightningModule, device: torch.device, supervision: Supervision
+    ) -> None:
         """Make the group and make all replicas equal to rank 0's.
 
         Raises:
@@ -79,51 +89,65 @@ class ReplicaEngine:
         Collective: every rank. Blocks.
         """
         self._module = module
+        self._supervision = supervision
         self.window.reset()
-        self.window.position = 0
+        self.window.position = self.window.step = 0
         trainer = trainer_seams.attached_trainer(module)
         if trainer is not None:
             self.windows.attach(trainer)  # before optimizers: a schedule may ask how many steps
         if self.group is None:
             self.group = ReplicaGroup.create(
-                device, self.timeout, shared_memory=self.options.shared_memory
+                device,
+                self.timeout,
+                host_reads_are_free=self.host_reads_are_free,
+                alone=self.reduces_alone,
+                waiting=supervision.waiting,
             )
-            if self.group.rank == 0 and self.group.shared_memory is not None:
-                log.info("lean_ddp: all ranks share one machine: gradients go through its memory.")
-        replicas.synchronize(module, self.group)
+        start.synchronize(module, self.group)
 
     def attach(self, optimizers: Sequence[Optimizer], trainer: pl.Trainer) -> None:
-        """Hook the parameters; one partition of buckets per optimizer."""
+        """Hook the parameters; one partition of buckets per optimizer. Collective: every rank."""
         assert self.group is not None
         assert self._module is not None
         self.optimizers = OptimizerGroups(optimizers)
         self.trainer = trainer
         options = self.options
+        wire: Wire | None = self.hook.wire(self.group, trainer)
+        if wire is None and options.shared_memory:
+            wire = SharedMemoryWire.connect(self.group, self.timeout)
+        shared = isinstance(wire, SharedMemoryWire)
+        if shared and self.group.rank == 0:
+            log.info("lean_ddp: all ranks share one machine: gradients go through its memory.")
         self.keeper = BufferKeeper(self._module, self.group, options.buffers, options.buffer_reduce)
         self.reducer = Reducer(
             self._module,
             self.group,
             self.window,
-            self.hook.wire(self.group, trainer),
-            options.layout(self.group.device, shared=self.group.shared_memory is not None),
+            wire,
+            options.layout(self.group.device, shared=shared),
             partition_of=self.optimizers.partition,
             deferred=options.deferred,
             check_finite=options.check_gradients,
             keeper=self.keeper,
+            supervision=self._supervision,
         )
+        self.window.reduce_by_default(False)
         self.hook.restore(self.reducer)
         self._averaged = trainer_seams.averages_weights(trainer)
+        self._steps = StepWatch(optimizers)
         self.steps = 0
-        self.losses = LossWeights()
+        self.losses = LossWeights(self.window, self.group)
 
     def close(self) -> None:
         """Remove hooks and end the group; gradients and weights stay."""
         self.windows.detach()
+        self._steps.close()
         if self.reducer is not None:
             self.reducer.close()
         if self.group is not None:
             self.group.close()
         self.reducer = self.keeper = self.group = self.trainer = self._module = None
+        self.losses = None
         self.optimizers = OptimizerGroups(())
         self.hook.forget()
 
@@ -140,55 +164,83 @@ class ReplicaEngine:
 
     @contextmanager
     def forward(self) -> Generator[None]:
-        """Around a training step: equal buffers first, and compiled graphs that can overlap."""
+        """Around a training step: equal buffers first, and compiled graphs that can overlap.
+
+        In manual optimization its backwards reduce; in automatic optimization they are the user's own.
+        """
         reducer = self.reducer
-        if reducer is not None and self._automatic:
+        if reducer is None:
+            yield
+            return
+        if self._automatic:
             self.windows.note_forward()
-        if reducer is None or reducer.group.world_size == 1:
+        if not reducer.group.reduces:
             yield
             return
         if self.window.position == 0 and self.keeper is not None:
             self.keeper.before_step()
         reducer.release_storage()
-        with split_compiled_graphs(reducer.layout.options.cap_bytes):
+        here = not self._automatic and self.options.manual_sync == "each_backward"
+        with (
+            split_compiled_graphs(reducer.layout.options.cap_bytes),
+            self.window.reducing(here),
+            self._giving_up(reducer),
+        ):
             yield
 
     def weigh(self, output: Any) -> Any:
         """Read the weight of a training step's output; give a rank without a loss a zero one."""
-        if not self._automatic or self.reducer is None:
-            self.losses.weight = 1.0
+        reducer, losses = self.reducer, self.losses
+        if not self._automatic or reducer is None or losses is None:
             return output
-        return self.losses.weigh(output, self.reducer.group)
+        if self.window.micro_batches == 0:
+            losses.begin_window(reducer.settled)
+        return losses.weigh(output)
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """Around hooks of callbacks and modules: a backward in them is not a reduction."""
+        return self.window.reducing(False)
 
     @contextmanager
-    def backward(self, loss: Tensor) -> Generator[Tensor]:
-        """Around one backward: yields the weighted loss; an exception reaches the other ranks."""
-        if self.reducer is None:
-            yield loss
+    def backward(self, loss: Tensor, scaled: Tensor) -> Generator[Tensor]:
+        """Around one backward: yields the weighted loss; an exception reaches the other ranks.
+
+        Args:
+            loss: As the Trainer has it.
+            scaled: The same, times the scale of a gradient scaler.
+
+        Collective: every rank, if the window reduces.
+        """
+        reducer, losses = self.reducer, self.losses
+        if reducer is None or losses is None:
+            yield scaled
             return
         if self._automatic and self.trainer is not None:
-            divisor = self.trainer.accumulate_grad_batches
-            weight = self.losses.weight
-            self.window.add(weight, loss.detach() * divisor if weight else None, divisor)
+            scaled = losses.weighted(loss, scaled, self.trainer.accumulate_grad_batches)
         else:
             self.windows.note_manual_backward()
+        here = self._automatic or self.options.manual_sync == "each_backward"
+        with self.window.reducing(here), self._giving_up(reducer):
+            self._arm(reducer, scaled)
+            yield scaled
+            self.finish_backward()
+
+    @contextmanager
+    def _giving_up(self, reducer: Reducer) -> Generator[None]:
         try:
-            yield self.losses.weighted(loss)
+            yield
         except BaseException as error:
-            self.reducer.abort(error)
+            reducer.abort(error)
             raise
 
-    def arm(self, loss: Tensor) -> None:
-        """Before a backward: let it reduce, if its window ends."""
-        if self.reducer is None:
-            return
+    def _arm(self, reducer: Reducer, loss: Tensor) -> None:
         if self.options.check_gradients != "off":
             # A loss scaler looks for the largest scale by overflowing, and skips those steps. With a
             # scale below one, what is not finite is not its doing.
-            scale = self.scale()
+            scale = self._scale()
             searching = scale is not None and scale >= 1
-            self.reducer.check_finite = "off" if searching else self.options.check_gradients
-        self.reducer.arm(loss)
+            reducer.check_finite = "off" if searching else self.options.check_gradients
+        reducer.arm(loss)
 
     def finish_backward(self) -> None:
         """After a backward: finish what autograd's callback could not."""
@@ -210,44 +262,38 @@ class ReplicaEngine:
 
     # One optimizer step
 
-    @property
-    def _reduces_on_step(self) -> bool:
-        return not self._automatic and self.options.manual_sync == "on_step"
-
     def closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         """Wrap the closure, which the precision plugin calls before it unscales, clips and steps."""
         reducer = self.reducer
         if reducer is None:
             return closure
+        manual, on_step = not self._automatic, self.options.manual_sync == "on_step"
 
         def closed() -> Any:
-            if not self._reduces_on_step:
+            with self.window.reducing(manual and not on_step):
                 output = closure()
+            if manual and on_step:
+                reducer.reduce_now(self.optimizers.index(optimizer))
+            else:
                 self.finish_backward()
-                return output
-            output = closure()
-            reducer.reduce_now(self.optimizers.index(optimizer))
             return output
 
         return closed
 
-    def scale(self) -> float | None:
-        """The gradient scaler's scale; ``None`` without one. A step that lowers it was skipped."""
+    def _scale(self) -> float | None:
+        """The gradient scaler's scale; ``None`` without one. The host waits for the device."""
         plugin = self.trainer.strategy.precision_plugin if self.trainer is not None else None
         scaler = getattr(plugin, "scaler", None)
         return float(scaler.get_scale()) if scaler is not None else None
 
-    def after_step(self, scale_before: float | None) -> None:
+    def after_step(self) -> None:
         """Count the step; now and then compare replicas. Collective: every rank, at the same steps."""
         reducer = self.reducer
         if reducer is None:
             return
-        scale = self.scale()
-        skipped = scale is not None and scale_before is not None and scale < scale_before
-        self.windows.note_step(skipped=skipped)
-        if self._automatic and self.trainer is not None:
-            step = self.trainer.global_step
-            self.losses.after_step(step, lambda: reducer.totals, reducer.group.rank)
+        self.windows.note_step(skipped=not self._steps.has_stepped())
+        if self._automatic and self.trainer is not None and self.losses is not None:
+            self.losses.after_step(self.trainer.global_step, lambda: reducer.totals)
         self.steps += 1
         if self._averaged:
             self.before_use(between_steps=True)
@@ -293,7 +339,7 @@ class ReplicaEngine:
         """
         if self.reducer is None:
             return
-        self.window.reduces = not self._reduces_on_step
+        self.window.step += 1
         self.windows.begin_batch(batch_idx, automatic=self._automatic)
         if self.optimizers.have_grown() or batch_idx == 0:
             self._take_in_new()
@@ -307,8 +353,8 @@ class ReplicaEngine:
         missing = sorted(self.reducer.registry.missing())
         if not any(self.group.all_gather_object(missing)):
             return
-        replicas.compare(self._module, self.group)
+        start.compare(self._module, self.group)
         parameters = dict(self._module.named_parameters())
-        replicas.broadcast([parameters[name] for name in missing], self.group)
+        start.broadcast([parameters[name] for name in missing], self.group)
         self.reducer.add_parameters()
         log.info("lean_ddp: took in new parameters: %s", ", ".join(missing))

@@ -9,33 +9,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dp.engine.control import WindowTotals
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.reduction.window import WindowTotals
+from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+KEY = "loss_weight"  # one that no module uses for anything else
+_LOOKS_LIKE_IT = "weight"
+
 
 class LossWeights:
-    """The weight of the micro-batch that runs now.
+    """The weight of the micro-batch that runs now, and the number that all weights are divided by.
 
-    Attributes:
-        weight: What its loss counts: 1, or what ``training_step`` returned beside it.
-        any_since_step: Whether a micro-batch of this rank has counted anything since the last step.
+    [Note: one reference] What is multiplied with a loss is its weight over a reference that all ranks
+    agree on (see ``engine/reduction/window.py``). The ranks exchange their first weights; from then on it
+    is the mean weight of the last window that all have read.
+
+    Args:
+        window: Counts micro-batches.
+        group: Who takes part.
     """
 
-    def __init__(self) -> None:
-        self.weight = 1.0
-        self.any_since_step = False
-        self._said_none = False
-        self._said_empty = False
+    def __init__(self, window: AccumulationWindow, group: ReplicaGroup) -> None:
+        self._window = window
+        self._group = group
+        self._weight: Tensor | float = 1.0
+        self._agreed = False
+        self._uses_weights = False
+        self._counted = (
+            False  # a micro-batch of this rank has counted something since the last step
+        )
+        self._warned_none = self._warned_empty = self._warned_key = False
+        window.reference = 1.0
 
-    def weigh(self, output: Any, group: ReplicaGroup) -> Any:
+    def weigh(self, output: Any) -> Any:
         """Read the weight of ``training_step``'s output.
 
         Args:
-            output: A loss, a dict with ``loss`` and perhaps ``weight``, or ``None``.
-            group: Alone in the world, ``None`` skips the step, as in Lightning.
+            output: A loss, a dict with ``loss`` and perhaps ``loss_weight``, or ``None``; alone in the
+                world,
+                ``None`` skips the step, as in Lightning.
 
         Returns:
             ``output``; in place of ``None`` a loss of zero, with which this rank takes part in the
@@ -43,65 +58,132 @@ class LossWeights:
 
         Raises:
             ConfigError: The weight is not a number, or below zero.
+
+        Collective: every rank, in the first micro-batch only.
         """
-        output = self._read(output, group)
-        self.any_since_step |= self.weight > 0
+        self._weight, given = 1.0, False
+        if output is None and self._group.world_size > 1:
+            output = self._no_loss()
+        elif isinstance(output, dict):
+            given = output.get(KEY) is not None
+            if given:
+                self._weight = self._read(output[KEY])
+            elif not self._warned_key and _is_number(output.get(_LOOKS_LIKE_IT)):
+                self._explain_key()
+        if not self._agreed:
+            self._agree(given)
+        self._counted |= isinstance(self._weight, Tensor) or self._weight > 0
         return output
 
-    def _read(self, output: Any, group: ReplicaGroup) -> Any:
-        self.weight = 1.0
-        if output is None and group.world_size > 1:
-            return self._no_loss(group)
-        if isinstance(output, dict) and output.get("weight") is not None:
-            try:
-                self.weight = float(output["weight"])
-            except (TypeError, ValueError):
-                self.weight = float("nan")
-            if not 0 <= self.weight < float("inf"):
-                raise ConfigError(
-                    f"training_step returned weight={output['weight']!r}; a weight is the number of samples"
-                    " or tokens behind the mean loss: one finite number, 0 or more."
-                )
-        return output
+    def _read(self, value: Any) -> Tensor | float:
+        if isinstance(value, Tensor) and value.ndim == 0 and not self._may_read(value):
+            return value.detach()
+        try:
+            if isinstance(value, bool) or (isinstance(value, Tensor) and value.ndim):
+                raise TypeError
+            weight = float(value)
+        except (TypeError, ValueError):
+            weight = float("nan")
+        if not 0 <= weight < float("inf"):
+            raise ConfigError(
+                f"[rank {self._group.rank}] training_step returned {KEY}={value!r}; a weight is the"
+                " number of samples or tokens behind the mean loss: one finite number (or 0-dim tensor), 0 or"
+                " more."
+            )
+        return weight
 
-    def _no_loss(self, group: ReplicaGroup) -> Tensor:
-        self.weight = 0.0
-        if not self._said_none:
-            self._said_none = True
+    def _may_read(self, value: Tensor) -> bool:
+        # The first one is read in any case: the ranks compare it.
+        on_host = value.device.type == "cpu" and self._group.host_reads_are_free
+        return on_host or not self._agreed
+
+    def _agree(self, given: bool) -> None:
+        """Make the largest of the ranks' first weights the reference: equal ones are then 1 exactly."""
+        self._agreed = True
+        first = float(self._weight) if given else None
+        weights = [w for w in self._group.all_gather_object(first) if w is not None]
+        self._uses_weights = bool(weights)
+        self._window.reference = max(weights, default=0.0) or 1.0
+
+    def _no_loss(self) -> Tensor:
+        self._weight = 0.0
+        if not self._warned_none:
+            self._warned_none = True
             log.warning(
                 "lean_ddp: training_step returned None on rank %d. This rank contributes nothing to such"
                 " a step; the mean is over the ranks that have a loss.",
-                group.rank,
+                self._group.rank,
             )
-        return torch.zeros((), device=group.device, requires_grad=True)
+        return torch.zeros((), device=self._group.device, requires_grad=True)
 
-    def weighted(self, loss: Tensor) -> Tensor:
-        """Return the loss to back-propagate.
+    def _explain_key(self) -> None:
+        self._warned_key = True
+        if self._group.rank == 0:
+            log.info(
+                "lean_ddp: training_step returns 'weight', which means nothing here. If it is what the loss"
+                " counts (samples or tokens behind a mean), return it as %r.",
+                KEY,
+            )
+
+    def weighted(self, loss: Tensor, scaled: Tensor, divisor: int) -> Tensor:
+        """Count the micro-batch; return the loss to back-propagate.
 
         A mean over no tokens is 0 / 0. Weight 0 says that it must not count, and NaN times 0 is NaN: such
         a micro-batch takes part with a loss of zero in place of its own.
-        """
-        if self.weight == 0 and not bool(loss.detach().isfinite()):
-            return torch.zeros_like(loss, requires_grad=True)
-        return loss if self.weight == 1.0 else loss * self.weight
 
-    def after_step(self, step: int, totals: Callable[[], WindowTotals | None], rank: int) -> None:
+        Args:
+            loss: As the trainer has it: divided by ``divisor``.
+            scaled: The same, times the scale of a gradient scaler.
+            divisor: The window's length.
+        """
+        window = self._window
+        relative = self._weight / window.reference
+        if isinstance(relative, Tensor):
+            fine = (relative >= 0) & relative.isfinite()
+            counted = torch.where(fine, relative, float("nan"))  # an error, when it is read
+            relative = torch.where(fine, relative, 0.0)
+            window.add(counted, loss.detach() * divisor, divisor)
+            return scaled * relative
+        window.add(relative, loss.detach() * divisor if relative else None, divisor)
+        if relative == 0 and self._must_replace(loss):
+            return torch.zeros_like(scaled, requires_grad=True)
+        return scaled if relative == 1.0 else scaled * relative
+
+    def _must_replace(self, loss: Tensor) -> bool:
+        return not self._group.host_reads_are_free or not bool(loss.detach().isfinite())
+
+    def begin_window(self, last: WindowTotals | None) -> None:
+        """Make the mean weight of the last window the reference, if that is another number.
+
+        Args:
+            last: What all ranks have read; the same on all of them.
+        """
+        if not self._uses_weights or last is None or not last.micro_batches:
+            return
+        mean, before = last.weight / last.micro_batches, self._window.reference
+        if mean > 0 and abs(mean / before - 1) > 4 * torch.finfo(torch.float32).eps:
+            self._window.reference = mean
+
+    def after_step(self, step: int, totals: Callable[[], WindowTotals | None]) -> None:
         """Warn once, on rank 0, of an optimizer step for which nothing on any rank counted.
 
         Args:
             step: Number of the step, from 0.
             totals: Read only if this rank's micro-batches counted nothing: on an accelerator it waits.
-            rank: This process.
         """
-        counted, self.any_since_step = self.any_since_step, False
-        if counted or self._said_empty or rank != 0:
+        counted, self._counted = self._counted, False
+        if counted or self._warned_empty or self._group.rank != 0:
             return
         window = totals()
         if window is not None and window.weight == 0:
-            self._said_empty = True
+            self._warned_empty = True
             log.warning(
                 "lean_ddp: step %d: every micro-batch on every rank had weight 0 or no loss, so nothing"
                 " counted: gradients are zero, or None where no loss reached the parameter. The optimizer"
                 " stepped with them; later steps of this kind are not reported.",
                 step,
             )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)

@@ -53,6 +53,7 @@ def window_state(reducer: Reducer) -> dict[str, Any]:
         "loss": loss,
         "weighted": window.weighted,
         "divisor": window.divisor,
+        "reference": window.reference,
         "position": window.position,
         "world_size": group.world_size,
     }
@@ -72,6 +73,7 @@ def load_window_state(reducer: Reducer, state: Mapping[str, Any], divisor: int) 
     window.reset()
     window.weighted = bool(state["weighted"])
     window.divisor = divisor
+    window.reference = float(state.get("reference", 1.0))
     # Weighted gradients are sums over ranks; in manual optimization each rank has the mean already.
     scale = state["divisor"] / divisor
     if not window.weighted:

@@ -19,6 +19,8 @@ from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.engine.replicas.buffers import BufferKeeper
+from lightning_dp.engine.wires.all_reduce import AllReduceWire
+from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
 from lightning_dp.engine.wires.wire import RecordingWire, Wire
 
 # Whether gradients travel through shared memory; set by the fixture ``each_wire``.
@@ -27,11 +29,20 @@ SHARED_MEMORY = False
 SMALL = LayoutOptions(cap_bytes=2048, first_bytes=512, last_bytes=512)
 
 
+# Whether reads come one step late, as on an accelerator; set by the fixture ``each_reading``.
+DEFERRED = False
+
+
 def make_group() -> ReplicaGroup:
-    """A group over all ranks, that meets in shared memory if the test asks for it."""
-    group = ReplicaGroup.create(torch.device("cpu"), shared_memory=SHARED_MEMORY)
-    assert (group.shared_memory is not None) == (SHARED_MEMORY and group.world_size > 1)
-    return group
+    """A group over all ranks, whose host reads at once or a step later."""
+    return ReplicaGroup.create(torch.device("cpu"), host_reads_are_free=not DEFERRED)
+
+
+def make_wire(group: ReplicaGroup) -> Wire:
+    """The wire that the test asks for."""
+    wire = SharedMemoryWire.connect(group) if SHARED_MEMORY else None
+    assert (wire is not None) == (SHARED_MEMORY and group.world_size > 1)
+    return wire or AllReduceWire(group)
 
 
 class Harness:
@@ -54,11 +65,8 @@ class Harness:
             mode = with_keeper if isinstance(with_keeper, str) else "lazy"
             kwargs["keeper"] = BufferKeeper(module, self.group, mode)
         self.keeper: BufferKeeper | None = kwargs.get("keeper")
-        inner = wire(self.group) if wire is not None else None
-        self.reducer = Reducer(module, self.group, self.window, inner, options, **kwargs)
-        self.recording = RecordingWire(self.reducer.wire)
-        if self.reducer.wire.carries_flags or wire is not None:
-            self.reducer.wire = self.recording
+        self.recording = RecordingWire((wire or make_wire)(self.group))
+        self.reducer = Reducer(module, self.group, self.window, self.recording, options, **kwargs)
 
     def before_step(self) -> None:
         """What the strategy does before a window's first forward."""

@@ -2,13 +2,13 @@
 
 import pytest
 
-from lightning_dp.engine.reduction.timing import BucketTimes, SessionTimes
-from lightning_dp.engine.reduction.window import CONTROL_SIZE, Control, WindowTotals
+from lightning_dp.engine.control import CONTROL_SIZE, Control, WindowTotals
+from lightning_dp.engine.reduction.timing import BucketTimes, ReductionTimes
 from lightning_dp.measure.stats import step_stats
 
 
 def times():
-    t = SessionTimes(begin=10.0)
+    t = ReductionTimes(begin=10.0)
     t.buckets = [
         BucketTimes(0, 1_000_000, ready=10.1, launched=10.1, done=10.3),
         BucketTimes(1, 3_000_000, ready=10.2, launched=10.2, done=10.5),

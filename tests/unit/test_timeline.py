@@ -2,12 +2,12 @@
 
 import json
 
-from lightning_dp.engine.reduction.timing import BucketTimes, SessionTimes
+from lightning_dp.engine.reduction.timing import BucketTimes, ReductionTimes
 from lightning_dp.measure.timeline import chrome_trace, draw, spans_of
 
 
 def times():
-    t = SessionTimes(begin=1.1, exact=True)
+    t = ReductionTimes(begin=1.1, exact=True)
     t.buckets = [
         BucketTimes(0, 2**20, 1.2, 1.2, 1.4),
         BucketTimes(1, 2**21, 1.3, 1.3, 1.5),  # overlaps: a lane of its own

@@ -116,6 +116,15 @@ class Layout:
         dtype = self.options.wire_dtype(slot)
         return SlotSpec(slot.index, slot.numel * dtype.itemsize, (str(dtype), slot.partition))
 
+    def defer(self, names: Sequence[str], slots: Sequence[Slot]) -> None:
+        """Send the buckets of these parameters last from now on. Every rank must do the same."""
+        wanted = set(names)
+        for slot in slots:
+            if slot.name in wanted:
+                slot.deferred = True
+                if slot.bucket is not None:
+                    slot.bucket.deferred = True
+
     def replan(self, order: Sequence[int], slots: Sequence[Slot], options: LayoutOptions) -> None:
         """Cut the buckets of the slots in ``order`` anew; others stay. Between two sessions only.
 

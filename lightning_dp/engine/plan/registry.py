@@ -104,15 +104,10 @@ class Registry:
         self._unplanned = [slot for slot in self._unplanned if not slot.planned]
         return self._unplanned
 
-    def clear_gradients(self) -> None:
-        """Drop all gradients: one that was not averaged must not be stepped on by whoever goes on."""
-        for slot in self.slots:
-            slot.param.grad = None
-
     def drop_removed(self) -> list[Slot]:
         """Let go of parameters that the module no longer has; return their slots."""
         present = {id(p) for p in named_parameters(self.module).values()}
-        removed = [s for s in self.slots if not s.gone and id(s.param) not in present]
+        removed = [s for s in self.slots if not s.removed and id(s.param) not in present]
         for slot in removed:
             self._known.discard(id(slot.param))
             slot.let_go()

@@ -1,42 +1,54 @@
-"""The one moment at which bucket sizes may change: after a session whose arrivals were measured."""
+"""The one moment at which bucket sizes may change: after a reduction whose arrivals were measured."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from lightning_dp.engine.bucket import Bucket
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.plan.layout import Layout
+from lightning_dp.engine.plan.registry import Registry
 from lightning_dp.engine.plan.tuning import MIB, Choice, Link, choose, measure_link
-
-if TYPE_CHECKING:
-    from lightning_dp.engine.reduction.reducer import Reducer
-    from lightning_dp.engine.reduction.session import Session
 
 log = logging.getLogger(__name__)
 
-TUNE_AT = 3  # the first sessions allocate and learn; this one is typical
+TUNE_AT = 3  # the first reductions allocate and learn; this one is typical
 LEAST_BYTES = 2 * MIB  # below, every layout is one or two messages
 
 
-def tune(reducer: Reducer, session: Session) -> None:
-    """Choose bucket sizes from what ``session`` measured; rank 0 decides for all.
+def retune(
+    layout: Layout,
+    registry: Registry,
+    group: ReplicaGroup,
+    sequence: Sequence[Bucket],
+    arrivals: Mapping[int, float],
+    begin: float,
+    end: float,
+) -> None:
+    """Choose bucket sizes from what one reduction measured; rank 0 decides for all.
 
     Only buckets that took part are cut anew, and those sent last on purpose stay as they are.
 
-    Collective: every rank, once, at the end of the session numbered ``TUNE_AT``. Blocks.
+    Args:
+        layout: Cut anew.
+        registry: Whose parameters.
+        group: Who takes part.
+        sequence: The buckets that took part.
+        arrivals: When each slot's gradient arrived, by slot number, on the clock of ``begin`` and ``end``.
+        begin: When the backward began.
+        end: When it had ended.
+
+    Collective: every rank, once, at the end of the reduction numbered ``TUNE_AT``. Blocks.
     """
-    layout, group = reducer.layout, reducer.group
-    arrivals = session.arrivals or {}
-    session.arrivals = None
-    early = [bucket for bucket in session.sequence if not bucket.deferred]
+    early = [bucket for bucket in sequence if not bucket.deferred]
     slots = [slot for bucket in early for slot in bucket.slots]
     if sum(layout.spec(slot).nbytes for slot in slots) < LEAST_BYTES:
         return
-    end = session.times.backward_end
     # What did not arrive this time is sent when the backward has ended.
     order = sorted(slots, key=lambda slot: arrivals.get(slot.index, end))
     link = measure_link(group)
-    begin = session.times.begin
     specs = [layout.spec(slot) for slot in order]
     choice = choose(
         [arrivals.get(slot.index, end) - begin for slot in order], specs, end - begin, link
@@ -45,7 +57,7 @@ def tune(reducer: Reducer, session: Session) -> None:
     numbers, choice = group.broadcast_object((numbers, choice))
     cap, first, last = choice.caps
     options = replace(layout.options, cap_bytes=cap, first_bytes=first, last_bytes=last, tune=False)
-    layout.replan(numbers, reducer.registry.slots, options)
+    layout.replan(numbers, registry.slots, options)
     if group.rank == 0:
         _say(choice, sum(spec.nbytes for spec in specs), end - begin, link)
 

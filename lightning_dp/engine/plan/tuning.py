@@ -2,7 +2,7 @@
 
 A bucket can leave when its last gradient has arrived and its predecessors have left. Several are under
 way at once: each keeps the wire for ``gap_s + bytes * s_per_byte``, and arrives ``latency_s`` later. The
-last one, which carries the control tail, leaves when the backward has ended. What finishes after that is
+last one, which carries the control block, leaves when the backward has ended. What finishes after that is
 exposed. Large buckets leave much to wait for at the end, small ones pay a gap each: the model is asked
 for a few sizes, and the layout is fixed by what it answers.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.cut import SlotSpec, plan_buckets
-from lightning_dp.engine.wires.waiting import wait_patiently
+from lightning_dp.engine.waiting import interruptible_wait
 
 MIB = 2**20
 CAPS_MIB = (25.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5)
@@ -123,7 +123,7 @@ def _fastest(group: ReplicaGroup, messages: int, nbytes: int) -> tuple[float, fl
         ]
         for work in works:
             if work is not None:
-                wait_patiently(work)
+                interruptible_wait(work)
         return time.perf_counter() - begin, time.process_time() - cpu
 
     first, _ = once()  # also sets up connections and memory

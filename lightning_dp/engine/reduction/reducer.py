@@ -1,24 +1,15 @@
-"""The reducer: gradients become ready, buckets leave in order, the end of the backward collects them.
+"""The reducer: hooks that open reductions, and what is done about a reduction's outcome.
 
-    IDLE --(loss or first gradient)--> OPEN --(end of the outermost backward)--> IDLE
+    IDLE --(loss or first gradient of an armed backward)--> OPEN --(end of the outermost backward)--> IDLE
 
-A *session* is one outermost backward that reduces. While it is open, each parameter's hook lowers the
-pending count of its bucket, and buckets leave in launch order on every rank. What is left leaves when
-the backward ends, the control tail with the last.
-
-[Note: launch order] Every rank issues the same collectives in the same order. The order is a function
-of the agreed layout and of which parameters are trainable, never of which gradients arrived: a bucket
-whose gradients are all here still waits for its predecessors.
+[Note: which backward reduces] Hooks stand on every parameter and see every backward. One that runs while
+``window.reduces`` is false is local: an inner backward of a training step, one in validation, in a
+callback. Whoever knows the trainer's life opens the window around the backwards that are a reduction, and
+around nothing else.
 
 [Note: why the end is in autograd's callback] Lightning calls ``on_after_backward`` before the strategy's
 ``post_backward``. Waiting in the callback, which runs before ``backward`` returns, shows averaged
 gradients to hooks, loggers and clipping. ``post_backward`` is the safety net where there is no callback.
-
-[Note: late gradients] A parameter used in two re-entrant backwards fires twice. Those seen to do so are
-sent last. If one fires again after its bucket left, ``.grad`` was taken away at launch, so nothing in
-flight is touched; the fact travels in the control tail and every rank raises.
-
-This file is longer than others because these notes stand where they govern.
 """
 
 from __future__ import annotations
@@ -32,24 +23,28 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_dp.engine.bucket import Bucket, Slot
+from lightning_dp.engine.control import Control, Reading, WindowTotals, steps_differ
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.plan.agreement import Agreement
 from lightning_dp.engine.plan.layout import Layout, LayoutOptions
 from lightning_dp.engine.plan.registry import Registry
-from lightning_dp.engine.plan.retune import TUNE_AT, tune
-from lightning_dp.engine.reduction.finalize import finish
-from lightning_dp.engine.reduction.report import Report
-from lightning_dp.engine.reduction.session import Session
-from lightning_dp.engine.reduction.timing import SessionTimes, now
-from lightning_dp.engine.reduction.window import AccumulationWindow, WindowTotals
+from lightning_dp.engine.plan.retune import TUNE_AT, retune
+from lightning_dp.engine.reduction import copies
+from lightning_dp.engine.reduction.failure import Supervision, raise_if_failed
+from lightning_dp.engine.reduction.opening import raise_mismatch
+from lightning_dp.engine.reduction.reduction import Outcome, Parts, Reduction
+from lightning_dp.engine.reduction.timing import ReductionTimes
+from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.engine.replicas.buffers import BufferKeeper
-from lightning_dp.engine.wires.wire import Wire, default_wire
-from lightning_dp.errors import some_names
+from lightning_dp.engine.wires.all_reduce import AllReduceWire
+from lightning_dp.engine.wires.wire import Wire
+from lightning_dp.errors import ConfigError, LateGradientError, NonFiniteGradientError, some_names
 from lightning_dp.internals import autograd as seams
 
 log = logging.getLogger(__name__)
 
-LEARNING_SESSIONS = 3
+LEARNING_REDUCTIONS = (
+    3  # on an accelerator these are read at once too: that is when things are learnt
+)
 
 
 class Reducer:
@@ -59,14 +54,14 @@ class Reducer:
         module: The user's module; never wrapped, nothing is stored on it or on its parameters.
         group: Who takes part.
         window: Says whether a backward reduces, and what it weighs.
-        wire: How buckets travel; default: through shared memory if ``group`` has met there, otherwise one
-            all-reduce each.
+        wire: How buckets travel; default: one all-reduce each.
         options: How buckets are cut.
         partition_of: Parameters with different numbers never share a bucket (one per optimizer, so
             that a GAN's discriminator is not sent with its generator).
         deferred: Name patterns of parameters to send last from the start (``"decoder.*"``).
         check_finite: ``"off"``, ``"warn"`` or ``"raise"``: look at local gradients before they are sent.
-        keeper: Who keeps buffers equal; its news travel in the control tail.
+        keeper: Who keeps buffers equal; its news travel in the control block.
+        supervision: Who watches over the ranks.
 
     """
 
@@ -82,24 +77,33 @@ class Reducer:
         deferred: Sequence[str] = (),
         check_finite: str = "off",
         keeper: BufferKeeper | None = None,
+        supervision: Supervision | None = None,
     ) -> None:
         self.group = group
         self.window = window
-        self.wire: Wire = wire if wire is not None else default_wire(group)
+        self.wire: Wire = wire if wire is not None else AllReduceWire(group)
         self.layout = Layout(group.device, options or LayoutOptions())
         self.registry = Registry(module, group.device, partition_of)
         self.deferred = tuple(deferred)
         self.check_finite = check_finite
-        self.keeper = keeper
-        self._means: Tensor | None = None
-        self._report: Report | None = None
-        self.on_stop: Callable[[], None] | None = None  # called on all ranks when any asked to stop
-        self.times: SessionTimes | None = None
+        self.times: ReductionTimes | None = None
         self.exact_times = False
-        self.sessions = 0
-        self._session: Session | None = None
+        self.reductions = 0
+        self._parts = Parts(
+            group,
+            window,
+            self.wire,
+            self.layout,
+            self.registry,
+            keeper,
+            supervision or Supervision(),
+        )
+        self._reduction: Reduction | None = None
+        self._known: dict[int | None, tuple[int, ...]] = {}  # buckets sent last, by partition
+        self._unread: tuple[Reading, Outcome, int, float] | None = None
+        self._last: tuple[Tensor, float] | None = None  # the last control block and its reference
+        self.settled: WindowTotals | None = None
         self._handles: dict[int, Any] = {}  # by slot number
-        self._reduces_early = group.world_size > 1
         seams.keep_dynamo_out()
         self._attach(self.registry.slots)
 
@@ -124,9 +128,9 @@ class Reducer:
             handle.remove()
         self._handles.clear()
         self.wire.close()
-        self._session = None
+        self._reduction = None
         for slot in self.registry.slots:
-            slot.bucket = slot.view = slot.grad_view = slot.kept = None
+            slot.bucket = slot.view = slot.grad_view = slot.local_grad = None
         self.layout.buckets.clear()
 
     def release_storage(self) -> int:
@@ -136,7 +140,7 @@ class Reducer:
         that is when activations need most memory. Buckets of many small gradients keep theirs, unless
         somebody kept one of these gradients.
         """
-        if self._session is not None:
+        if self._reduction is not None:
             return 0
         buckets = [bucket for bucket in self.layout.buckets if bucket.should_release()]
         return sum(bucket.nbytes for bucket in buckets if bucket.release())
@@ -146,7 +150,7 @@ class Reducer:
     @property
     def is_open(self) -> bool:
         """Whether a reducing backward has begun and not ended."""
-        return self._session is not None
+        return self._reduction is not None
 
     @property
     def nested(self) -> bool:
@@ -154,7 +158,7 @@ class Reducer:
         return seams.enclosing_node() is not None
 
     def arm(self, loss: Tensor) -> None:
-        """Open a session when the backward of ``loss`` begins, if the window reduces.
+        """Open a reduction when the backward of ``loss`` begins, if the window reduces.
 
         The loss's own hook runs first and in the outermost graph task, also for a loss that reaches no
         parameter: a rank without work still takes part.
@@ -181,58 +185,78 @@ class Reducer:
 
         Collective: every rank, once per call. Blocks (on CUDA: the stream only). Nothing overlaps.
         """
-        if self._session is None and not self.nested:
-            self.sessions += 1
-            self._session = Session(self, self.sessions, -1, partition)
+        if self._reduction is None and not self.nested:
+            self._begin(-1, partition)
         self.finalize()
 
     def finalize(self) -> None:
-        """Finish an open session: launch what is left, wait, hand gradients back. Idempotent.
+        """Finish an open reduction: launch what is left, wait, give gradients back. Idempotent.
 
         Raises:
             RankFailedError: Another rank's backward raised.
             LateGradientError: A gradient came after its bucket had left, on any rank.
             NonFiniteGradientError: ``check_finite="raise"`` and some rank's gradients are not finite.
-            ReplicaMismatchError: Ranks differ in what is trainable.
+            ReplicaMismatchError: Ranks differ in what is trainable, or are in different backwards.
 
-        Collective: every rank, once per session. Blocks (on CUDA: the stream only).
+        Collective: every rank, once per reduction. Blocks (on CUDA: the stream only).
         """
-        session = self._session
-        if session is None:
+        reduction = self._reduction
+        if reduction is None:
             return
         try:
-            finish(self, session)
-            if session.arrivals is not None:
-                tune(self, session)
+            outcome = reduction.finish()
+            self._known[reduction.partition] = reduction.live
+            self._act(outcome)
+            if reduction.arrivals is not None:
+                times = reduction.times
+                retune(
+                    self.layout,
+                    self.registry,
+                    self.group,
+                    reduction.sequence,
+                    reduction.arrivals,
+                    times.begin,
+                    times.backward_end,
+                )
+            if outcome.new_buckets or reduction.arrivals is not None:
+                self._known = {reduction.partition: self._live(reduction.partition)}
+        except BaseException:
+            copies.clear(self.registry.slots)
+            raise
         finally:
-            self._session = None
-            self.times = session.times
-            for slot in session.touched:
-                slot.kept = None
+            self._reduction = None
+            self.times = reduction.times
+            if self.window.ends:
+                self.window.reset()
 
     def abort(self, error: BaseException) -> None:
-        """Give up an open session because this rank's backward raised.
+        """Give up an open reduction because this rank's backward raised.
 
-        The remaining buckets are sent as zeros with the error flag, so that the other ranks end their
-        step with an error that names this rank, and the engine is usable afterwards.
+        The error is published, the remaining buckets are sent as zeros with the error flag, so that the
+        other ranks end their step with an error that names this rank, and the engine is usable
+        afterwards.
 
-        Collective: completes the session's collectives. Waits a few seconds at most, never raises.
+        Collective: completes the reduction's collectives. Waits a few seconds at most, never raises.
         """
-        session = self._session
-        self._session = None
-        if session is not None:
-            session.give_up(self, error)
-            self.registry.clear_gradients()
+        reduction, self._reduction = self._reduction, None
+        if reduction is None:
+            return
+        self._parts.supervision.failed(error)
+        reduction.give_up(error)
+        self.window.reset()
 
     # Hooks
 
     def _attach(self, slots: Sequence[Slot]) -> None:
-        if not self._reduces_early:
+        if not self.group.reduces:
             return
+        self.layout.defer(
+            [s.name for s in slots if any(fnmatch(s.name, pattern) for pattern in self.deferred)],
+            slots,
+        )
         for slot in slots:
             if slot.param.is_inference():
                 continue  # autograd refuses it: it can never be trained
-            slot.deferred = any(fnmatch(slot.name, pattern) for pattern in self.deferred)
             trainable = slot.param.requires_grad
             # A frozen parameter is hooked as well: the hook survives freezing and unfreezing, and
             # without it a layer unfrozen in mid-training would silently stay local.
@@ -249,70 +273,139 @@ class Reducer:
         def on_gradient(_param: Tensor) -> None:
             reducer = ref()
             if reducer is not None and reducer.window.reduces:
-                reducer._ready(slot)
+                reduction = reducer._reduction
+                if reduction is None:
+                    reduction = reducer._open(outermost=False)
+                reduction.gradient_ready(slot)
 
         return seams.not_traced(on_gradient)
 
-    def _ready(self, slot: Slot) -> None:
-        """One gradient has arrived. The hot path: called once per parameter and backward."""
-        session = self._session
-        if session is None:
-            session = self._open(outermost=False)
-        if session.arrivals is not None:
-            session.arrivals[slot.index] = now()
-        nested = seams.graph_task_id() != session.task
-        bucket = slot.bucket
-        if slot.session == session.number:
-            session.fired_again(slot)
-            return
-        slot.session = session.number
-        if bucket is None:
-            session.fired_unplanned(slot, nested)
-        elif nested and not slot.nested:
-            session.hold(bucket)  # it may come again from the next inner backward
-        else:
-            if slot.eager:
-                session.take(slot)
-            bucket.pending -= 1
-            if bucket.pending == 0:
-                bucket.ready = now()
-                session.launch_ready(self)
-
-    def _open(self, *, outermost: bool) -> Session:
+    def _open(self, *, outermost: bool) -> Reduction:
         task = seams.graph_task_id()
-        session = self._session
-        if session is not None:
-            if not outermost or session.task == task:
-                return session
+        reduction = self._reduction
+        if reduction is not None:
+            if not outermost or reduction.task == task:
+                return reduction
             # The earlier backward died without telling anybody: drop what it left.
             self.abort(
                 RuntimeError("an earlier backward ended without its end-of-backward callback")
             )
         self.release_storage()
-        self.sessions += 1
-        session = Session(self, self.sessions, task)
-        if self.layout.options.tune and self.sessions == TUNE_AT and self.wire.carries_flags:
-            session.arrivals = {}
-        self._session = session
+        reduction = self._begin(task, None)
+        tunes = self.layout.options.tune and not self.wire.keyed_by_bucket
+        if tunes and self.reductions == TUNE_AT:
+            reduction.arrivals = {}
         seams.queue_end_of_backward(self._end_of_backward)
-        return session
+        return reduction
+
+    def _begin(self, task: int, partition: int | None) -> Reduction:
+        self.settle()  # before anything is sent: what raises must raise on all ranks alike
+        self.reductions += 1
+        checked = self.check_finite != "off"
+        self._reduction = Reduction(
+            self._parts,
+            self.reductions,
+            task,
+            partition,
+            known=self._known.get(partition),
+            check_finite=checked,
+            zero_bad=self.check_finite == "raise" and not self.group.host_reads_are_free,
+            times=ReductionTimes(exact=self.exact_times),
+        )
+        return self._reduction
 
     def _end_of_backward(self) -> None:
-        if self._session is None:
+        if self._reduction is None:
             return
         node = seams.enclosing_node()
         if node is not None:
             # The end of an inner backward only. If the outer end cannot be reached from here,
-            # ``post_backward`` finishes the session.
+            # ``post_backward`` finishes the reduction.
             seams.run_at_end_of_outer(node, self._end_of_backward)
             return
         self.finalize()
 
-    # What a finished session leaves
+    def _live(self, partition: int | None) -> tuple[int, ...]:
+        return tuple(
+            bucket.index
+            for bucket in self.layout.buckets
+            if partition in (None, bucket.slots[0].partition)
+            and any(slot.param.requires_grad for slot in bucket.slots)
+        )
 
-    def keep_totals(self, tail: Tensor) -> None:
-        """Keep the reduced control tail, without reading it."""
-        self._means = tail.clone()
+    # What a finished reduction leaves
+
+    def _act(self, outcome: Outcome) -> None:
+        """Keep the totals; act on the control block, now or, on an accelerator, before the next reduction.
+
+        Collective: every rank exchanges names, only if something was reported. Blocks then.
+        """
+        if outcome.agreement is not None:
+            self._announce(outcome)
+        if outcome.stop:
+            self._parts.supervision.stopped()
+        if outcome.control is None:
+            return
+        read_now = self.group.host_reads_are_free or self.reductions <= LEARNING_REDUCTIONS
+        block, window = outcome.control.clone(), self.window
+        self._last = block, window.reference
+        self._unread = Reading(block, copy=not read_now), outcome, window.step, window.reference
+        if read_now:
+            self.settle()
+
+    def settle(self) -> None:
+        """Act on the last control block, if that has not been done yet.
+
+        Raises: as :meth:`finalize`.
+
+        Collective: every rank, at the same place; exchanges names only if something was reported.
+        """
+        if self._unread is None:
+            return
+        (reading, outcome, step, reference), self._unread = self._unread, None
+        means, group = reading.means(), self.group
+        self.settled = WindowTotals.from_means(means, group.world_size, reference)
+        if means[Control.STOP] > 0:
+            self._parts.supervision.stopped()
+        if not group.reduces:
+            return
+        raise_if_failed(means, group.rank, group.world_size, f"batch {step}")
+        if steps_differ(means):
+            raise_mismatch(group, step, ())
+        if not means[Control.WEIGHT] >= 0:
+            raise ConfigError(
+                f"[rank {group.rank}] a rank's loss_weight in batch {step} was below zero or not finite; it"
+                " is the number of samples or tokens behind the mean loss: one finite number, 0 or more."
+            )
+        if means[Control.LATE] > 0:
+            self._raise_late(outcome.late)
+        if means[Control.NON_FINITE] > 0 and outcome.finite is not None:
+            self._say_non_finite(outcome.finite.names())
+        if means[Control.BUFFERS] > 0 and self._parts.buffers is not None:
+            self._parts.buffers.learn(outcome.buffers)
+
+    def _raise_late(self, local: list[str]) -> None:
+        names, ranks = _gather_names(self.group, local)
+        self.layout.defer(names, self.registry.slots)
+        raise LateGradientError(
+            f"[rank {self.group.rank}] a second gradient of {some_names(names)} arrived after the first had"
+            " been sent, so this step's average would miss it. These parameters are used in several"
+            " re-entrant backwards (activation checkpointing with use_reentrant=True, or a backward"
+            " inside a backward) for the first time now. They are sent last from the next step on; to"
+            f" have that from the start, pass deferred={names[:5]!r} to LeanDDPStrategy.",
+            names=names,
+            ranks=ranks,
+        )
+
+    def _say_non_finite(self, local: list[str]) -> None:
+        names, ranks = _gather_names(self.group, local)
+        message = (
+            f"[rank {self.group.rank}] gradients of {some_names(names)} held inf or NaN on rank(s) {ranks}"
+            " before they were averaged. Look at that rank's batch; lower the learning rate or clip."
+        )
+        if self.check_finite == "raise":
+            raise NonFiniteGradientError(message, names=names, ranks=ranks)
+        log.warning(message)
 
     @property
     def totals(self) -> WindowTotals | None:
@@ -320,34 +413,18 @@ class Reducer:
 
         On an accelerator, reading this waits for the step; read it after the optimizer stepped.
         """
-        if self._means is None:
+        if self._last is None:
             return None
-        return WindowTotals.from_means(self._means.tolist(), self.group.world_size)
+        block, reference = self._last
+        return WindowTotals.from_means(block.tolist(), self.group.world_size, reference)
 
-    def next_report(self, report: Report) -> Report | None:
-        """Take this session's report; return the one to act on now: this one, or the one before.
-
-        The first sessions of an accelerator are read at once too: that is when things are learnt.
-        """
-        if self.group.host_reads_are_free or self.sessions <= LEARNING_SESSIONS:
-            return report
-        previous, self._report = self._report, report
-        return previous
-
-    def defer(self, names: Sequence[str]) -> None:
-        """Send the buckets of these parameters last from now on. Every rank must do the same."""
-        for slot in self.registry.slots:
-            if slot.name in names:
-                slot.deferred = True
-                if slot.bucket is not None:
-                    slot.bucket.deferred = True
-
-    def announce(self, buckets: Sequence[Bucket], agreement: Agreement) -> None:
+    def _announce(self, outcome: Outcome) -> None:
         """Tell the wire and the log about new buckets."""
+        assert outcome.agreement is not None
         if self.layout.forgotten:
             self.layout.remembered.clear()
             self.wire.forget()
-        never = [self.registry.slots[n].name for n in sorted(agreement.unseen)]
+        never = [self.registry.slots[n].name for n in sorted(outcome.agreement.unseen)]
         if never and self.group.rank == 0:
             log.info(
                 "lean_ddp: %d trainable parameter(s) got no gradient on any rank in their first step:"
@@ -357,12 +434,24 @@ class Reducer:
             )
         log.debug(
             "lean_ddp: %d bucket(s) of %s MiB",
-            len(buckets),
-            ", ".join(f"{bucket.nbytes / 2**20:.2f}" for bucket in buckets),
+            len(outcome.new_buckets),
+            ", ".join(f"{bucket.nbytes / 2**20:.2f}" for bucket in outcome.new_buckets),
         )
+
+    @property
+    def begun(self) -> int:
+        """Reductions whose buckets have begun to leave, for a stall report."""
+        waiting = self._reduction is not None and self._reduction.launched == 0
+        return self.reductions - waiting
 
     @property
     def waiting_for(self) -> Bucket | None:
         """The bucket whose collective the host is waiting for, for a stall report."""
-        session = self._session
-        return session.waiting_for if session is not None else None
+        reduction = self._reduction
+        return reduction.waiting_for if reduction is not None else None
+
+
+def _gather_names(group: ReplicaGroup, names: list[str]) -> tuple[list[str], list[int]]:
+    by_rank: list[list[str]] = group.all_gather_object(names)
+    ranks = [rank for rank, theirs in enumerate(by_rank) if theirs]
+    return list(dict.fromkeys(name for theirs in by_rank for name in theirs)), ranks

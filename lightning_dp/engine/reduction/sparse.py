@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,9 +10,6 @@ from torch import Tensor
 
 from lightning_dp.engine.bucket import Slot
 from lightning_dp.engine.group import ReplicaGroup
-
-if TYPE_CHECKING:
-    from lightning_dp.engine.reduction.session import Session
 
 
 def reduce_sparse(slots: Sequence[Slot], group: ReplicaGroup) -> None:
@@ -45,17 +41,6 @@ def reduce_sparse(slots: Sequence[Slot], group: ReplicaGroup) -> None:
             slot.param.grad = None
             continue
         slot.param.grad = _gather_rows(slot.param, grad, [max(0, c) for c in counts], group)
-
-
-def check_sparse(slots: Sequence[Slot], session: Session) -> None:
-    """Note the names of slots whose local sparse gradient holds inf or NaN."""
-    for slot in slots:
-        grad = slot.param.grad
-        if grad is not None and grad.is_sparse:
-            values = grad.detach().coalesce().values()
-            session.squared_norm += float(values.abs().double().square().sum())
-            if not torch.isfinite(values).all():
-                session.non_finite.append(slot.name)
 
 
 def _as_sparse(grad: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""When things happened in one session: a few clock reads a bucket, nothing that waits for a device."""
+"""When things happened in one reduction: a few clock reads a bucket, nothing that waits for a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BucketTimes:
         nbytes: Bytes on the wire.
         ready: When its last gradient arrived.
         launched: When its collective was started.
-        done: When its collective was known to be done: exact where ``SessionTimes.exact``, otherwise
+        done: When its collective was known to be done: exact where ``ReductionTimes.exact``, otherwise
             when the host had waited for it.
     """
 
@@ -32,7 +32,7 @@ class BucketTimes:
 
 
 @dataclass
-class SessionTimes:
+class ReductionTimes:
     """One reducing backward.
 
     Attributes:

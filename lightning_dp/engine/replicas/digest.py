@@ -84,7 +84,7 @@ def check_replicas(reducer: Reducer, step: int, on_mismatch: str = "raise") -> b
     group: ReplicaGroup = reducer.group
     if group.world_size == 1:
         return True
-    slots = [slot for slot in reducer.registry.slots if not slot.gone]
+    slots = [slot for slot in reducer.registry.slots if not slot.removed]
     weights = place_weights(group.device)
     values = [digest(slot.param, weights) for slot in slots]
     mine = torch.stack(values).tolist() if values else []

@@ -121,8 +121,9 @@ class CommHookWire:
         heal: Whether a loss scaler skips steps that are not finite.
     """
 
-    carries_flags = False
-    share = 1.0
+    carries_control = False
+    keyed_by_bucket = True
+    predivide_factor = 1.0
 
     def __init__(
         self,

@@ -27,7 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dp.engine.bucket import Bucket
+from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.wires.shm_peers import Peer, meet
+from lightning_dp.engine.wires.wire import InFlight, Stateless
 
 # Each rank reads the gradients of all others; with more ranks, a ring over the process group reads less.
 MOST_RANKS = 8
@@ -242,3 +245,40 @@ class SharedMemory:
             out = part if rank >= self.rank else scratch
             torch.add(total, terms[rank], out=out)
             total = out
+
+
+class SharedMemoryWire(Stateless):
+    """The default where all ranks are on one machine's CPU; made by :meth:`connect`.
+
+    Args:
+        memory: Where the ranks have met.
+        world_size: How many there are.
+    """
+
+    def __init__(self, memory: SharedMemory, world_size: int) -> None:
+        self.memory = memory
+        self.predivide_factor = 1 / world_size
+
+    @classmethod
+    def connect(
+        cls, group: ReplicaGroup, timeout: timedelta | None = None
+    ) -> SharedMemoryWire | None:
+        """Meet the other ranks; ``None``, on all of them, where they do not share a machine's CPU.
+
+        Collective: every rank. Blocks.
+        """
+        if group.world_size == 1 or group.device.type != "cpu":
+            return None
+        memory = SharedMemory.connect(group.rank, group.all_gather_object, timeout)
+        return cls(memory, group.world_size) if memory is not None else None
+
+    def launch(self, bucket: Bucket) -> InFlight:
+        """Start averaging ``bucket`` in place.
+
+        Collective: every rank, in launch order. Does not block.
+        """
+        return self.memory.start(bucket.allocate())
+
+    def close(self) -> None:
+        """Close the connections. Local."""
+        self.memory.close()

@@ -1,15 +1,11 @@
-"""How a bucket travels. One object, chosen in a constructor; no flag in the hot path."""
+"""How a bucket travels: one object, chosen in a constructor; no flag in the hot path."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-import torch.distributed as dist
-
 from lightning_dp.engine.bucket import Bucket
-from lightning_dp.engine.group import ReplicaGroup
 
 
 class InFlight(Protocol):
@@ -23,19 +19,22 @@ class Wire(Protocol):
     """Averages buckets over replicas.
 
     Attributes:
-        carries_flags: Whether used-flags and control tail are averaged together with the gradients.
-            Otherwise the reducer sends them in one small collective of their own.
-        share: What a local gradient is multiplied with while it is copied into its bucket: ``1 /
+        carries_control: Whether used-flags and control block are averaged together with the gradients.
+            Otherwise the engine sends them in one small collective of their own.
+        keyed_by_bucket: Whether something is kept by a bucket's number, so that buckets must not be cut
+            anew.
+        predivide_factor: What a local gradient is multiplied with while it is copied into its bucket: ``1 /
             world_size`` where the wire sums, ``1`` where it averages by itself.
     """
 
-    carries_flags: bool
-    share: float
+    carries_control: bool
+    keyed_by_bucket: bool
+    predivide_factor: float
 
     def launch(self, bucket: Bucket) -> InFlight:
         """Start averaging ``bucket`` in place.
 
-        Collective: every rank, in the launch order agreed for the session. Does not block.
+        Collective: every rank, in the launch order agreed for the reduction. Does not block.
         """
 
     def forget(self) -> None:
@@ -48,72 +47,15 @@ class Wire(Protocol):
 class Stateless:
     """A wire that keeps nothing."""
 
-    share: float = 1.0
+    carries_control: bool = True
+    keyed_by_bucket: bool = False
+    predivide_factor: float = 1.0
 
     def forget(self) -> None:
         """Nothing to drop."""
 
     def close(self) -> None:
         """Nothing to let go of."""
-
-
-class AllReduceWire(Stateless):
-    """The default: one asynchronous all-reduce of the flat storage.
-
-    Args:
-        group: Who takes part. gloo averages in two passes over memory, a sum and a division: there the
-            division happens in the copy that fills the bucket, where it is free. It also keeps a sum of
-            fp16 gradients from overflowing.
-    """
-
-    carries_flags = True
-
-    def __init__(self, group: ReplicaGroup) -> None:
-        self.group = group
-        self.share = 1 / group.world_size if group.device.type == "cpu" else 1.0
-
-    def launch(self, bucket: Bucket) -> InFlight:
-        """Start averaging ``bucket`` in place.
-
-        Collective: every rank, in launch order. Does not block.
-        """
-        flat = bucket.allocate()
-        op = dist.ReduceOp.AVG if self.share == 1.0 else dist.ReduceOp.SUM
-        if op == dist.ReduceOp.AVG and bucket.dtype == torch.float16:
-            # A sum of fp16 gradients overflows long before their mean does.
-            flat.div_(self.group.world_size)
-            op = dist.ReduceOp.SUM
-        work: InFlight | None = dist.all_reduce(
-            flat, op=op, group=self.group.process_group, async_op=True
-        )
-        return work if work is not None else Done()
-
-
-class SharedMemoryWire(Stateless):
-    """The default where all ranks are on one machine's CPU.
-
-    Args:
-        group: Who takes part; it has met in shared memory.
-    """
-
-    carries_flags = True
-
-    def __init__(self, group: ReplicaGroup) -> None:
-        assert group.shared_memory is not None
-        self.memory = group.shared_memory
-        self.share = 1 / group.world_size
-
-    def launch(self, bucket: Bucket) -> InFlight:
-        """Start averaging ``bucket`` in place.
-
-        Collective: every rank, in launch order. Does not block.
-        """
-        return self.memory.start(bucket.allocate())
-
-
-def default_wire(group: ReplicaGroup) -> Wire:
-    """Return the wire of a user who asked for nothing."""
-    return AllReduceWire(group) if group.shared_memory is None else SharedMemoryWire(group)
 
 
 class Done:
@@ -132,28 +74,31 @@ class RecordingWire:
         launches: For each launch, ``(bucket index, names of its parameters, bytes)``.
     """
 
-    inner: Wire | None = None
+    inner: Wire = field(default_factory=lambda: Alone())
     launches: list[tuple[int, tuple[str, ...], int]] = field(default_factory=list)
 
     @property
-    def carries_flags(self) -> bool:
-        """As the inner wire; alone, the flags arrive as they were sent."""
-        return self.inner.carries_flags if self.inner is not None else True
+    def carries_control(self) -> bool:
+        """As the inner wire; alone, everything arrives as it was sent."""
+        return self.inner.carries_control
 
     @property
-    def share(self) -> float:
+    def keyed_by_bucket(self) -> bool:
         """As the inner wire."""
-        return self.inner.share if self.inner is not None else 1.0
+        return self.inner.keyed_by_bucket
+
+    @property
+    def predivide_factor(self) -> float:
+        """As the inner wire."""
+        return self.inner.predivide_factor
 
     def forget(self) -> None:
         """As the inner wire."""
-        if self.inner is not None:
-            self.inner.forget()
+        self.inner.forget()
 
     def close(self) -> None:
         """As the inner wire."""
-        if self.inner is not None:
-            self.inner.close()
+        self.inner.close()
 
     def launch(self, bucket: Bucket) -> InFlight:
         """Record, then pass on.
@@ -161,4 +106,13 @@ class RecordingWire:
         Collective: as the inner wire's.
         """
         self.launches.append((bucket.index, tuple(bucket.names), bucket.nbytes))
-        return self.inner.launch(bucket) if self.inner is not None else Done()
+        return self.inner.launch(bucket)
+
+
+class Alone(Stateless):
+    """A wire on which everything arrives as it was sent."""
+
+    def launch(self, bucket: Bucket) -> InFlight:
+        """Do nothing. Collective: none."""
+        bucket.allocate()
+        return Done()

@@ -54,7 +54,6 @@ class NoWire(Stateless):
     """Control: nothing is communicated."""
 
     group: object
-    carries_flags: bool = True
 
     def launch(self, bucket: Bucket):
         bucket.allocate()

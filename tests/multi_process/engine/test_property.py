@@ -14,8 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import LayoutOptions
+from lightning_dp.engine.wires.all_reduce import AllReduceWire
 from lightning_dp.engine.wires.comm_hook import CommHookWire
-from lightning_dp.engine.wires.wire import AllReduceWire, Done, SharedMemoryWire
+from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
+from lightning_dp.engine.wires.wire import Done
 from tests.support.draws import Draw, Micro, draw
 from tests.support.parity import (
     Harness,

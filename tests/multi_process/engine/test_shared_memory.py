@@ -18,7 +18,12 @@ from torch.utils.data import DataLoader
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.wires import shared_memory
 from lightning_dp.engine.wires import shm_peers as same_machine
-from lightning_dp.engine.wires.shared_memory import SLICE_BYTES, SLOTS, SharedMemory
+from lightning_dp.engine.wires.shared_memory import (
+    SLICE_BYTES,
+    SLOTS,
+    SharedMemory,
+    SharedMemoryWire,
+)
 from tests.support.ranks import run_ranks
 from tests.support.trainers import Rows, lean, ranks, trainer
 
@@ -29,9 +34,8 @@ RING = SLOTS * FLOATS
 
 
 def meet(timeout_s: float = 60) -> SharedMemory:
-    memory = ReplicaGroup.create(
-        CPU, timedelta(seconds=timeout_s), shared_memory=True
-    ).shared_memory
+    group = ReplicaGroup.create(CPU)
+    memory = SharedMemory.connect(group.rank, group.all_gather_object, timedelta(seconds=timeout_s))
     assert memory is not None
     return memory
 
@@ -275,14 +279,16 @@ def _descriptors():
 
 
 def _again(rank, world_size):
-    ReplicaGroup.create(CPU, shared_memory=True).close()
+    ReplicaGroup.create(CPU).close()
     before, maps = _descriptors(), Path("/proc/self/maps").read_text().count("memfd:lightning_dp")
     for _ in range(5):
-        group = ReplicaGroup.create(CPU, shared_memory=True)
-        assert group.shared_memory is not None
-        group.shared_memory.start(torch.ones(4)).wait()
+        group = ReplicaGroup.create(CPU)
+        wire = SharedMemoryWire.connect(group)
+        assert wire is not None
+        wire.memory.start(torch.ones(4)).wait()
+        wire.close()
         group.close()
-        del group
+        del group, wire
     after = Path("/proc/self/maps").read_text().count("memfd:lightning_dp")
     assert after == maps == 0
     assert _descriptors() == before
@@ -314,10 +320,11 @@ def _elsewhere(rank, world_size, what):
     before = _descriptors()
     if what == "many":
         shared_memory.MOST_RANKS = 1
-    group = ReplicaGroup.create(CPU, shared_memory=True)
+    group = ReplicaGroup.create(CPU)
+    wire = SharedMemoryWire.connect(group)
     mine = torch.ones(2)
     dist.all_reduce(mine, group=group.process_group)
-    assert group.shared_memory is None
+    assert wire is None
     assert mine.tolist() == [world_size, world_size]
     group.close()
     del group
@@ -332,14 +339,6 @@ def test_where_one_rank_cannot_all_use_the_process_group_at_once(what):
     began = time.monotonic()
     assert max(run_ranks(_elsewhere, 3, what)) <= 0, "nothing is left open"
     assert time.monotonic() - began < same_machine.MEET_S / 2
-
-
-def _not_wanted(rank, world_size):
-    return ReplicaGroup.create(CPU).shared_memory is None
-
-
-def test_it_is_not_used_unasked():
-    assert run_ranks(_not_wanted, 2) == [True, True]
 
 
 class Net(pl.LightningModule):
@@ -365,7 +364,7 @@ def _fit(rank, world_size, port, options):
 
     class Look(pl.Callback):
         def on_train_start(self, trainer, _):
-            used.append(trainer.strategy._engine.group.shared_memory is not None)
+            used.append(isinstance(trainer.strategy._engine.reducer.wire, SharedMemoryWire))
 
     t.callbacks.append(Look())
     t.fit(module, DataLoader(Rows(48, 64), batch_size=4))

@@ -14,7 +14,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_dp.engine.wires.wire import AllReduceWire, Done, SharedMemoryWire
+from lightning_dp.engine.wires.all_reduce import AllReduceWire
+from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
+from lightning_dp.engine.wires.wire import Done
 from tests.support.parity import assert_equal_on_all_ranks
 from tests.support.ranks import RankError
 from tests.support.trainers import Rows, ddp, lean, ranks, trainer

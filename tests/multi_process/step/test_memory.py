@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.memory import traced_fit
 from lightning_dp.engine.bucket import ALIGN_BYTES, RELEASE_BYTES, Bucket, Slot
-from lightning_dp.engine.reduction.window import CONTROL_SIZE
+from lightning_dp.engine.control import CONTROL_SIZE
 from tests.support.trainers import ranks
 
 pytestmark = pytest.mark.multi_process

@@ -11,7 +11,7 @@ _SLICE = timedelta(milliseconds=200)
 _TIMED_OUT = "operation timed out"
 
 
-def wait_patiently(work: Any, *, on_host: bool = True) -> None:
+def interruptible_wait(work: Any, *, on_host: bool = True) -> None:
     """Wait for ``work`` on the host, in slices between which Python runs its signal handlers.
 
     For groups whose ``wait`` blocks the host (gloo): a plain ``wait`` there cannot be ended by anything but

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lightning_dp.engine.wires.waiting import wait_patiently
+from lightning_dp.engine.waiting import interruptible_wait
 
 
 class Ending(dist.Work):
@@ -30,11 +30,11 @@ class Ending(dist.Work):
 
 def test_work_that_ends_just_after_a_slice_is_done():
     work = Ending()
-    wait_patiently(work)
+    interruptible_wait(work)
     assert work.looks == 2
 
 
 @pytest.mark.parametrize("error", ["Operation timed out!", "Connection closed by peer"])
 def test_work_that_failed_meanwhile_raises_its_own_error(error):
     with pytest.raises(RuntimeError, match=error):
-        wait_patiently(Ending(error))
+        interruptible_wait(Ending(error))

@@ -1,0 +1,140 @@
+"""The control block: what ranks tell each other inside the last bucket of a reduction.
+
+Sixteen numbers behind the gradients and used-flags of one bucket, averaged with them over ranks. They
+replace collectives of their own: weights, the request to stop, errors, late gradients, changed buffers.
+
+[Note: signs] Whether all ranks are at the same step is told by averages too: each rank writes the low
+bits of its step's number as -1 or 1. Where all agree the mean is -1 or 1; one rank that differs pulls it
+towards 0 by ``2 / world_size``, far above rounding.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CONTROL_SIZE = 16
+STEP_BITS = 3  # steps that differ by less than 8 are told apart
+
+
+class Control(enum.IntEnum):
+    """Places in the control block. Every value is averaged over ranks; a flag is set if it is above 0."""
+
+    WEIGHT = 0  # sum of this rank's weights in the window
+    MICRO_BATCHES = 1  # how many micro-batches this rank ran
+    LOSS = 2  # sum of weight * loss
+    SQUARED_NORM = 3  # of this rank's own gradients, where it was asked for
+    NON_FINITE = 4  # this rank's gradients hold inf or NaN
+    STOP = 5  # this rank was asked to stop
+    LATE = 6  # a gradient came after its bucket had left
+    NEW = 7  # a trainable parameter has no bucket yet
+    ERROR = 8  # this rank's backward raised
+    BUFFERS = 9  # a buffer that must be equal on all ranks has changed
+    BACKWARD_S = 10  # seconds this rank's backward took
+    BACKWARD_S2 = 11  # its square: with the mean of both, the spread over ranks
+    FAILED_RANK = 12  # one more than the number of the rank that raised
+    STEP = 13  # STEP_BITS places: signs of the step's number
+
+
+@dataclass(frozen=True)
+class WindowTotals:
+    """What all ranks did in one window.
+
+    Attributes:
+        weight: Sum of weights over ranks and micro-batches.
+        micro_batches: Micro-batches over all ranks.
+        loss: Weighted mean loss over ranks and micro-batches; NaN if none was given.
+        squared_norm: Mean over ranks of the squared norm of local gradients; 0 where not asked for.
+        stop: Whether any rank asked to stop.
+        straggler_s: Standard deviation over ranks of the backward's seconds.
+    """
+
+    weight: float
+    micro_batches: float
+    loss: float
+    squared_norm: float
+    stop: bool
+    straggler_s: float = 0.0
+
+    @classmethod
+    def from_means(
+        cls, means: list[float], world_size: int, reference: float = 1.0
+    ) -> WindowTotals:
+        """Read a reduced control block, whose values are means over ranks.
+
+        Args:
+            means: Its values.
+            world_size: Of how many ranks.
+            reference: What the weights in it are multiples of.
+        """
+        weight = means[Control.WEIGHT]
+        return cls(
+            weight=weight * world_size * reference,
+            micro_batches=round(means[Control.MICRO_BATCHES] * world_size),
+            loss=means[Control.LOSS] / weight if weight else float("nan"),
+            squared_norm=means[Control.SQUARED_NORM],
+            stop=means[Control.STOP] > 0,
+            straggler_s=max(0.0, means[Control.BACKWARD_S2] - means[Control.BACKWARD_S] ** 2)
+            ** 0.5,
+        )
+
+
+def step_signs(step: int) -> dict[int, float]:
+    """The places and values that tell ``step`` ([Note: signs])."""
+    return {Control.STEP + bit: 1.0 if step >> bit & 1 else -1.0 for bit in range(STEP_BITS)}
+
+
+def steps_differ(means: list[float]) -> bool:
+    """Whether ranks wrote other steps into a reduced control block."""
+    signs = means[Control.STEP : Control.STEP + STEP_BITS]
+    return any(abs(sign) < 1 - 1e-4 for sign in signs)
+
+
+def write(block: Tensor, values: Mapping[int, float | Tensor]) -> None:
+    """Overwrite ``block``, shape ``(CONTROL_SIZE,)``; a value on a device is not read by the host."""
+    numbers = [0.0] * CONTROL_SIZE
+    on_device = {}
+    for place, value in values.items():
+        if isinstance(value, Tensor):
+            on_device[place] = value
+        else:
+            numbers[place] = float(value)
+    block.copy_(torch.tensor(numbers, dtype=block.dtype), non_blocking=True)
+    for place, value in on_device.items():
+        block[place] = value
+
+
+class Reading:
+    """A reduced control block on its way to the host.
+
+    On a CPU the values are there. On an accelerator they are copied behind the step's own work and read
+    one step
+    later: reading them at once would stop the host in every step. All ranks are one step late alike, so
+    what they do about it still pairs up.
+
+    Args:
+        block: Shape ``(CONTROL_SIZE,)``, reduced.
+        copy: Whether to copy it now, since its memory will be used again before it is read.
+    """
+
+    def __init__(self, block: Tensor, *, copy: bool) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = block
+        if copy:
+            on_cuda = block.device.type == "cuda"
+            self._host = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_cuda)
+            self._host.copy_(block, non_blocking=True)
+            if on_cuda:
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._event.record()
+
+    def means(self) -> list[float]:
+        """The values, means over ranks. Waits for the copy, not for the device's queue."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._host.tolist()
+        return values

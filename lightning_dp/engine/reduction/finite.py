@@ -1,0 +1,60 @@
+"""Look at local gradients before they are averaged: norms on their device, names when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_dp.engine.bucket import Bucket, Slot
+
+
+class FiniteCheck:
+    """Norms of one reduction's local gradients. Costs one pass over them and no host read.
+
+    Args:
+        factor: What gradients in buckets were multiplied with.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._slots: list[Slot] = []
+        self._squared: list[
+            Tensor
+        ] = []  # shape (slots,) each, float64: no norm overflows before its gradient
+
+    def look(self, bucket: Bucket) -> None:
+        """Take in a bucket that holds this rank's gradients."""
+        views = [slot.view for slot in bucket.slots if slot.view is not None]
+        norms = torch.stack(torch._foreach_norm(views, 2, torch.float64))
+        self._slots += bucket.slots
+        self._squared.append((norms / self._factor).square())
+
+    def look_sparse(self, slots: Iterable[Slot]) -> None:
+        """Take in sparse gradients, which do not travel in buckets."""
+        for slot in slots:
+            grad = slot.param.grad
+            if grad is not None and grad.is_sparse:
+                values = grad.detach().coalesce().values()
+                self._slots.append(slot)
+                self._squared.append(values.abs().double().square().sum().reshape(1))
+
+    @property
+    def squared_norm(self) -> Tensor | float:
+        """Of all gradients together, shape ``()``."""
+        return torch.cat(self._squared).sum() if self._squared else 0.0
+
+    @property
+    def found(self) -> Tensor | float:
+        """1 if some gradient holds inf or NaN, shape ``()``."""
+        if not self._squared:
+            return 0.0
+        return (~torch.isfinite(torch.cat(self._squared))).any().double()
+
+    def names(self) -> list[str]:
+        """Parameters whose gradient holds inf or NaN. The host reads."""
+        if not self._squared:
+            return []
+        finite = torch.isfinite(torch.cat(self._squared)).tolist()
+        return [slot.name for slot, fine in zip(self._slots, finite, strict=True) if not fine]

@@ -1,0 +1,144 @@
+"""What ranks compare before the first bucket of a reduction leaves, where it may differ.
+
+[Note: buckets that meet by accident] Which buckets leave is each rank's own decision: those with a
+trainable parameter. Ranks that decide differently would add up other layers, or wait for ever. Usually
+nothing has changed since the last reduction and the decision is known to be common. Where something has
+(a toggled half of a GAN, a layer frozen), the ranks compare first, in one small message beside the
+backward; no bucket leaves before it is there. A rank on which something changed while nothing did on the
+others waits there, and they wait for its gradients: two waits of different kinds, which the watchdog
+tells apart from a slow network.
+
+On an accelerator every reduction has an opening: what the host must know in this step and not in the next
+one (whether weights are equal, whether parameters are new) is then known without reading the device.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dp.engine.control import STEP_BITS, step_signs
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.waiting import interruptible_wait
+from lightning_dp.errors import ReplicaMismatchError, some_names
+
+_LIVE_BITS = 24
+_WEIGHT, _ON_DEVICE, _NEW, _STOP = range(4)
+_SIGNS = 4  # where signs begin
+_SIZE = _SIGNS + STEP_BITS + _LIVE_BITS
+
+
+class Opening:
+    """One small all-reduce on the CPU, started when a reduction opens.
+
+    Args:
+        group: Who takes part.
+        step: Number of the batch that runs.
+        live: Numbers of the buckets that this rank is going to send, in launch order.
+        weight: This rank's sum of weights; one on a device counts as unknown.
+        new: Whether this rank has a trainable parameter without a bucket.
+        stop: Whether this rank asks to stop.
+
+    Collective: every rank. Does not block.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        step: int,
+        live: Sequence[int],
+        weight: Tensor | float,
+        *,
+        new: bool,
+        stop: bool,
+    ) -> None:
+        known = not isinstance(weight, Tensor)
+        self._values = torch.zeros(_SIZE, dtype=torch.float64)
+        numbers = [float(weight) if known else 0.0, float(not known), float(new), float(stop)]
+        bits = zlib.crc32(repr(list(live)).encode())
+        numbers += step_signs(step).values()
+        numbers += [1.0 if bits >> bit & 1 else -1.0 for bit in range(_LIVE_BITS)]
+        self._values += torch.tensor(numbers, dtype=torch.float64)
+        self._world_size = group.world_size
+        self._work: Any = dist.all_reduce(self._values, group=group.control_group, async_op=True)
+        self._means: list[float] | None = None
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have opened. Does not block."""
+        if self._means is None and self._work.is_completed():
+            self.wait()
+        return self._means is not None
+
+    def wait(self) -> None:
+        """Return when all ranks have opened. Collective: completes it. Blocks; can be interrupted."""
+        if self._means is None:
+            interruptible_wait(self._work)
+            self._means = (self._values / self._world_size).tolist()
+
+    @property
+    def differs(self) -> bool:
+        """Whether ranks are at other steps or would send other buckets."""
+        return any(abs(sign) < 1 - 1e-9 for sign in self._read()[_SIGNS:])
+
+    @property
+    def mean_weight(self) -> float | None:
+        """The ranks' mean of their sums of weights; ``None`` if some rank's is on its device."""
+        means = self._read()
+        return None if means[_ON_DEVICE] > 0 else means[_WEIGHT]
+
+    @property
+    def new(self) -> bool:
+        """Whether some rank has a trainable parameter without a bucket."""
+        return self._read()[_NEW] > 0
+
+    @property
+    def stop(self) -> bool:
+        """Whether some rank asks to stop."""
+        return self._read()[_STOP] > 0
+
+    def _read(self) -> list[float]:
+        assert self._means is not None
+        return self._means
+
+
+def raise_mismatch(group: ReplicaGroup, step: int, frozen: Sequence[str]) -> None:
+    """Say on every rank how the ranks' reductions differ.
+
+    Args:
+        group: Who takes part.
+        step: Number of the batch that runs here.
+        frozen: Names of this rank's parameters that have a bucket and are not trainable.
+
+    Raises:
+        ReplicaMismatchError: Always.
+
+    Collective: every rank, once all know that they differ. Blocks.
+    """
+    everyone: list[tuple[int, list[str]]] = group.all_gather_object((step, list(frozen)))
+    steps = [other for other, _ in everyone]
+    prefix = f"[rank {group.rank}] gradients of different backwards met: "
+    if len(set(steps)) > 1:
+        by_rank = ", ".join(f"rank {rank} at batch {other}" for rank, other in enumerate(steps))
+        raise ReplicaMismatchError(
+            f"{prefix}{by_rank}. The ranks made different numbers of backwards that average gradients. Make"
+            " the same number on every rank, or use trainer.strategy.accumulate() for the others.",
+            ranks=tuple(rank for rank, other in enumerate(steps) if other != steps[0]),
+        )
+    first = set(everyone[0][1])
+    ranks = tuple(rank for rank, (_, other) in enumerate(everyone) if set(other) != first)
+    names = sorted(set().union(*(first ^ set(everyone[rank][1]) for rank in ranks)))
+    told = "; ".join(
+        f"on rank {rank} frozen: {some_names(sorted(set(other) & set(names))) or 'none'}"
+        for rank, (_, other) in enumerate(everyone)
+    )
+    raise ReplicaMismatchError(
+        f"{prefix}requires_grad differs between ranks for {some_names(names)} ({told}). Freeze and unfreeze"
+        " the same parameters at the same step on every rank.",
+        names=names,
+        ranks=ranks,
+    )

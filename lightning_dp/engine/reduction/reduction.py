@@ -1,0 +1,494 @@
+"""One reduction: opened by a backward, launches buckets in order, ends, and returns what came of it.
+
+[Note: launch order] Every rank issues the same collectives in the same order. The order is a function
+of the agreed layout and of which parameters are trainable, never of which gradients arrived: a bucket
+whose gradients are all here still waits for its predecessors.
+
+[Note: late gradients] A parameter used in two re-entrant backwards fires twice. Those seen to do so are
+sent last. If one fires again after its bucket left, ``.grad`` was taken away at launch, so nothing in
+flight is touched; the fact travels in the control block and every rank raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dp.engine.bucket import Bucket, Slot
+from lightning_dp.engine.control import CONTROL_SIZE, Control
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.plan.agreement import Agreement, Profile, agree
+from lightning_dp.engine.plan.layout import Layout
+from lightning_dp.engine.plan.registry import Registry
+from lightning_dp.engine.reduction import copies
+from lightning_dp.engine.reduction.failure import Supervision, bounded_wait
+from lightning_dp.engine.reduction.finite import FiniteCheck
+from lightning_dp.engine.reduction.opening import Opening, raise_mismatch
+from lightning_dp.engine.reduction.sparse import reduce_sparse
+from lightning_dp.engine.reduction.timing import ReductionTimes, now
+from lightning_dp.engine.reduction.window import AccumulationWindow
+from lightning_dp.engine.replicas.buffers import BufferKeeper
+from lightning_dp.engine.waiting import interruptible_wait
+from lightning_dp.engine.wires.wire import InFlight, Wire
+from lightning_dp.internals.autograd import graph_task_id
+
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a reduction needs; the same for all of them."""
+
+    group: ReplicaGroup
+    window: AccumulationWindow
+    wire: Wire
+    layout: Layout
+    registry: Registry
+    buffers: BufferKeeper | None
+    supervision: Supervision
+
+
+@dataclass
+class Outcome:
+    """What came of a reduction.
+
+    Attributes:
+        control: The reduced control block, shape ``(CONTROL_SIZE,)``; ``None`` where nothing was sent.
+        late: Names of parameters whose second gradient came too late, on this rank.
+        buffers: Names of buffers that changed, on this rank.
+        finite: The look at local gradients, where it was asked for.
+        agreement: What ranks agreed on for parameters that had no bucket.
+        new_buckets: The buckets that were made for them.
+        stop: Whether some rank asks to stop, where that is known at once.
+    """
+
+    control: Tensor | None = None
+    late: list[str] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+    finite: FiniteCheck | None = None
+    agreement: Agreement | None = None
+    new_buckets: list[Bucket] = field(default_factory=list)
+    stop: bool = False
+
+
+class Reduction:
+    """The state of one reducing backward; made when it begins, dropped when it ends.
+
+    Args:
+        parts: What it works with.
+        number: Counts reductions; slots remember in which they fired.
+        task: Autograd's number of the outermost graph task.
+        partition: Only buckets of this partition; ``None`` means all.
+        known: The buckets that all ranks sent the last time; if others are to be sent now, ranks compare
+            first
+            what they are going to send ([Note: buckets that meet by accident]).
+        check_finite: Look at local gradients before they are sent.
+        zero_bad: Where they are not finite on some rank, and the host cannot know yet, empty them.
+        times: Where to note when things happen.
+
+    Attributes:
+        sequence: Buckets in launch order; the last one carries the control block.
+        arrivals: When gradients arrived, by slot; only in a reduction that is measured.
+        waiting_for: The bucket whose collective the host waits for.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        number: int,
+        task: int,
+        partition: int | None = None,
+        *,
+        known: Sequence[int] | None = None,
+        check_finite: bool = False,
+        zero_bad: bool = False,
+        times: ReductionTimes | None = None,
+    ) -> None:
+        self.parts = parts
+        self.number = number
+        self.task = task
+        self.partition = partition
+        self.arrivals: dict[int, float] | None = None
+        self.times = times or ReductionTimes()
+        self.waiting_for: Bucket | None = None
+        self.launched = 0
+        self.in_flight: list[tuple[Bucket, InFlight]] = []
+        self._factor = parts.wire.predivide_factor
+        self._finite = FiniteCheck(self._factor) if check_finite else None
+        self._zero_bad = zero_bad
+        self._late: list[Slot] = []
+        self._buffers: list[str] = []
+        self._fired: dict[int, Slot] = {}  # without a bucket, in order of last arrival
+        self._repeated: set[int] = set()
+        self._nested: set[int] = set()
+        self.sequence, self._early = self._plan_launches()
+        self.live = tuple(sorted(bucket.index for bucket in self.sequence))
+        self._opening: Opening | None = None
+        free = parts.group.host_reads_are_free
+        if self.sequence and not (free and known in (None, self.live)):
+            self._opening = self._open()
+
+    def _plan_launches(self) -> tuple[list[Bucket], int]:
+        """Return the buckets in launch order, and how many may leave before the backward ends.
+
+        A bucket takes part if any of its parameters is trainable: a GAN's untouched half stays at home.
+        """
+        live = []
+        for bucket in self.parts.layout.buckets:
+            if self.partition not in (None, bucket.slots[0].partition):
+                continue
+            bucket.ready = 0.0
+            bucket.pending = [slot.param.requires_grad for slot in bucket.slots].count(True)
+            if bucket.pending:
+                live.append(bucket)
+        live.sort(key=lambda bucket: bucket.deferred)
+        early = sum(not bucket.deferred for bucket in live)
+        if not self.parts.wire.carries_control:
+            return live, early
+        for position in reversed(range(len(live))):
+            if live[position].carries_control:
+                # The carrier leaves when the backward has ended and everything is known. It holds the
+                # gradients that arrive last, so it would hardly leave sooner.
+                early -= position < early
+                live.append(live.pop(position))
+                break
+        return live, early
+
+    def _open(self) -> Opening:
+        window = self.parts.window
+        return Opening(
+            self.parts.group,
+            window.step,
+            self.live,
+            window.weight,
+            new=bool(self._unplanned()),
+            stop=window.stop,
+        )
+
+    # While the backward goes on
+
+    def gradient_ready(self, slot: Slot) -> None:
+        """One gradient has arrived. The hot path: called once per parameter and backward."""
+        if self.arrivals is not None:
+            self.arrivals[slot.index] = now()
+        nested = graph_task_id() != self.task
+        if slot.reduction == self.number:
+            self._fired_again(slot)
+            return
+        slot.reduction = self.number
+        bucket = slot.bucket
+        if bucket is None:
+            self._fired[slot.index] = slot
+            if nested:
+                self._nested.add(slot.index)
+        elif nested and not slot.nested:
+            bucket.pending = NEVER  # it may come again from the next inner backward
+        else:
+            if slot.copy_early:
+                copies.copy_early(slot, self.number, self._factor)
+            bucket.pending -= 1
+            if bucket.pending == 0:
+                bucket.ready = now()
+                self._launch_ready()
+
+    def _fired_again(self, slot: Slot) -> None:
+        """Note a second gradient of one parameter in this backward."""
+        bucket = slot.bucket
+        if bucket is None:
+            self._repeated.add(slot.index)
+            self._fired[slot.index] = self._fired.pop(slot.index)
+        elif any(bucket is sent for sent in self.sequence[: self.launched]):
+            self._late.append(slot)
+
+    def _launch_ready(self) -> None:
+        """Send every bucket that is complete and whose predecessors have left ([Note: launch order])."""
+        opening = self._opening
+        if opening is not None and (not opening.is_completed() or opening.differs):
+            return
+        while self.launched < self._early and self.sequence[self.launched].pending <= 0:
+            self._launch_next()
+
+    def _launch_next(
+        self, *, control: dict[int, float | Tensor] | None = None, empty: bool = False
+    ) -> None:
+        """Copy the next bucket's gradients in and start its collective.
+
+        Args:
+            control: What this rank has to say, if the bucket carries the control block.
+            empty: Send zeros: this rank's backward has failed.
+
+        Collective: every rank, in launch order. Does not block.
+        """
+        bucket = self.sequence[self.launched]
+        self.launched += 1
+        copies.copy_in(bucket, self.number, self._factor, empty=empty)
+        if self._finite is not None and not empty:
+            self._finite.look(bucket)
+        if control is not None:
+            self._write(bucket.control, control, self._factor)
+        bucket.is_last = self.launched == len(self.sequence)
+        launched = now()  # gloo's threads may run before the call returns
+        work = self.parts.wire.launch(bucket)
+        self.in_flight.append((bucket, work))
+        self.times.launched(bucket.index, bucket.nbytes, bucket.ready, launched, work)
+
+    def _write(self, block: Tensor, control: dict[int, float | Tensor], factor: float) -> None:
+        """Write the control block, with what is only known when the last bucket has been filled."""
+        if self._finite is not None:
+            control[Control.NON_FINITE] = self._finite.found
+            control[Control.SQUARED_NORM] = self._finite.squared_norm
+        self.parts.window.write(block, control)
+        if factor != 1.0:
+            block.mul_(factor)
+
+    # Its end
+
+    def finish(self) -> Outcome:
+        """Send what is left, wait, give gradients back.
+
+        One round for the buckets that exist; rarely a second one, for parameters that have none yet.
+        There is none after a control block with an error.
+
+        Raises:
+            ReplicaMismatchError: Ranks are in different backwards, or differ in what is trainable.
+            RankFailedError: Another rank's backward raised before there were buckets.
+
+        Collective: every rank, once. Blocks (on CUDA: the stream only).
+        """
+        parts = self.parts
+        if parts.buffers is not None and parts.window.ends:
+            self._buffers = parts.buffers.changed()
+        outcome = Outcome(buffers=self._buffers, finite=self._finite)
+        if not parts.group.reduces:
+            outcome.control = self._finish_alone()
+            return outcome
+        unplanned = self._unplanned()
+        if self._finite is not None:
+            self._finite.look_sparse(parts.registry.slots)
+        self._wait_for_opening()
+        if self.sequence or (self._sparse() and not unplanned):
+            outcome.control = self._round(new=bool(unplanned))
+        if self._needs_second_round(outcome.control, unplanned):
+            outcome.agreement = agree(self._profile(unplanned), parts.group, parts.registry.names)
+            self.sequence = parts.layout.extend(outcome.agreement, parts.registry.slots)
+            outcome.new_buckets = self.sequence
+            self.launched = 0
+            later = self._round(new=False)
+            outcome.control = later if outcome.control is None else outcome.control
+        sparse = self._sparse()
+        if outcome.control is not None and sparse and not _has_failed(outcome.control):
+            reduce_sparse(sparse, parts.group)
+            _scale([slot.param.grad for slot in sparse], self._scale_of(outcome.control))
+        outcome.late = [slot.name for slot in self._late]
+        outcome.stop = self._opening is not None and self._opening.stop
+        return outcome
+
+    def _finish_alone(self) -> Tensor:
+        """World of one: nothing to send; only the window's weight is left to divide by."""
+        window = self.parts.window
+        block = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=self.parts.group.device)
+        window.write(block)
+        factor = (
+            window.factor_on_device(window.weight)
+            if isinstance(window.weight, Tensor)
+            else window.factor(window.weight, torch.finfo(block.dtype).eps)
+        )
+        _scale([slot.param.grad for slot in self.parts.registry.slots], factor)
+        return block
+
+    def _wait_for_opening(self) -> None:
+        opening = self._opening
+        if opening is None:
+            return
+        if not opening.is_completed():
+            with self.parts.supervision.waiting("what the ranks are going to send"):
+                opening.wait()
+        if opening.differs:
+            frozen = [
+                slot.name
+                for bucket in self.parts.layout.buckets
+                for slot in bucket.slots
+                if not slot.param.requires_grad and not slot.removed
+            ]
+            raise_mismatch(self.parts.group, self.parts.window.step, frozen)
+
+    def _unplanned(self) -> list[Slot]:
+        return [
+            slot
+            for slot in self.parts.registry.unplanned()
+            if slot.param.requires_grad and self.partition in (None, slot.partition)
+        ]
+
+    def _sparse(self) -> list[Slot]:
+        """Slots with sparse gradients that take part, by the rule for buckets."""
+        return [
+            slot
+            for slot in self.parts.layout.sparse
+            if slot.param.requires_grad and self.partition in (None, slot.partition)
+        ]
+
+    def _needs_second_round(self, control: Tensor | None, unplanned: list[Slot]) -> bool:
+        """Whether some rank has parameters without a bucket, and no rank has failed."""
+        if control is None:
+            return bool(unplanned)
+        if self.parts.group.host_reads_are_free:
+            new = bool(control[Control.NEW] > 0)
+        else:
+            new = self._opening.new if self._opening is not None else bool(unplanned)
+        return new and not _has_failed(control)
+
+    def _profile(self, unplanned: Sequence[Slot], error: str | None = None) -> Profile:
+        return Profile(
+            trainable=[slot.index for slot in unplanned],
+            fired=list(self._fired),
+            repeated=sorted(self._repeated),
+            nested=sorted(self._nested),
+            sparse=[
+                slot.index
+                for slot in unplanned
+                if (slot.expects_sparse if slot.param.grad is None else slot.param.grad.is_sparse)
+            ],
+            error=error,
+        )
+
+    def _round(self, *, new: bool) -> Tensor:
+        """Send the rest of ``sequence``, give gradients back; return the reduced control block.
+
+        Collective: every rank. One collective a bucket, and a small one only where no bucket can carry the
+        control block (all-half-precision models, communication hooks).
+        """
+        carried, work = self._send_rest(new=new)
+        for bucket, _ in self.in_flight:
+            copies.copy_out_used(bucket)  # in the shadow of the collectives
+        control = self._wait(carried, work)
+        buckets = [bucket for bucket, _ in self.in_flight]
+        factor = self._scale_of(control)
+        for bucket in buckets:
+            _scale([bucket.grads], factor)
+            if self._zero_bad:
+                bucket.grads.masked_fill_(control[Control.NON_FINITE] > 0, 0.0)
+        copies.copy_out_rest(buckets)
+        self.in_flight = []
+        return control
+
+    def _send_rest(
+        self, *, new: bool, error: bool = False
+    ) -> tuple[Tensor | None, InFlight | None]:
+        """Launch what has not left, the control block with the last bucket or behind it.
+
+        Returns:
+            Where no bucket carries it: the message with the control block, and its collective.
+        """
+        group, wire = self.parts.group, self.parts.wire
+        control = self._news(new=new, error=error)
+        last = len(self.sequence) - 1
+        carried = last >= 0 and wire.carries_control and self.sequence[last].carries_control
+        while self.launched <= last:
+            mine = control if carried and self.launched == last else None
+            self._launch_next(control=mine, empty=error)
+        if carried:
+            return None, None
+        block = torch.zeros(CONTROL_SIZE, device=group.device)
+        self._write(block, control, 1.0)
+        flags = [] if wire.carries_control else [b.flags.float() for b, _ in self.in_flight]
+        message = torch.cat([block, *flags])
+        op = dist.ReduceOp.AVG
+        return message, dist.all_reduce(message, op=op, group=group.process_group, async_op=True)
+
+    def _news(self, *, new: bool, error: bool) -> dict[int, float | Tensor]:
+        backward_s = now() - self.times.begin
+        return {
+            Control.BACKWARD_S: backward_s,
+            Control.BACKWARD_S2: backward_s**2,
+            Control.LATE: len(self._late),
+            Control.NEW: new,
+            Control.BUFFERS: len(self._buffers),
+            Control.ERROR: error,
+            Control.FAILED_RANK: self.parts.group.rank + 1 if error else 0,
+        }
+
+    def _wait(self, message: Tensor | None, work: InFlight | None) -> Tensor:
+        """Wait for every collective; return the reduced control block."""
+        device, on_host = self.parts.group.device, self.parts.group.device.type == "cpu"
+        self.times.waits(device)
+        for position, (bucket, sent) in enumerate(self.in_flight):
+            self.waiting_for = bucket
+            interruptible_wait(sent, on_host=on_host)
+            self.times.waited(position - len(self.in_flight), sent)
+        if message is None:
+            self.waiting_for = None
+            self.times.ends()
+            return self.sequence[-1].control
+        if work is not None:
+            interruptible_wait(work, on_host=on_host)
+        self.waiting_for = None
+        self.times.ends()
+        offset = CONTROL_SIZE
+        if message.numel() > CONTROL_SIZE:
+            for bucket, _ in self.in_flight:
+                bucket.flags.copy_(message[offset : offset + len(bucket.slots)])
+                offset += len(bucket.slots)
+        return message[:CONTROL_SIZE]
+
+    def _scale_of(self, control: Tensor) -> Tensor | float:
+        """What a mean over ranks must be multiplied with to be the window's weighted mean."""
+        window = self.parts.window
+        mean: float | None = None
+        if self.parts.group.host_reads_are_free:
+            mean = float(control[Control.WEIGHT])
+        elif self._opening is not None:
+            mean = self._opening.mean_weight
+        if mean is None:
+            return window.factor_on_device(control[Control.WEIGHT])
+        return window.factor(mean, torch.finfo(control.dtype).eps)
+
+    # Its end, when this rank has failed
+
+    def give_up(self, error: BaseException) -> None:
+        """Complete what the others wait for, with an error ([Note: who sends what]). Never raises.
+
+        Collective: completes those of the reduction. Waits a few seconds at most.
+        """
+        try:
+            works = self._complete(error)
+            done = bounded_wait(works)
+        except Exception:  # whatever it is, the error of this rank is the one that matters
+            done = False
+        if not done:
+            for bucket, _ in self.in_flight:
+                bucket.abandon()  # what ends later must not write into a later step's gradients
+        copies.clear(self.parts.registry.slots)
+
+    def _complete(self, error: BaseException) -> list[Any]:
+        """Send zeros and the error; return the collectives that are under way."""
+        if self._opening is not None and not self._opening.is_completed():
+            if not bounded_wait([self._opening]):
+                raise error
+            self._opening.wait()
+        if self._opening is not None and self._opening.differs:
+            raise error
+        unplanned = self._unplanned()
+        if not self.sequence and unplanned:
+            self.parts.group.all_gather_object(self._profile(unplanned, error=repr(error)))
+            return []
+        _, work = self._send_rest(new=False, error=True)
+        works: list[Any] = [sent for _, sent in self.in_flight]
+        return [*works, work] if work is not None else works
+
+
+def _has_failed(control: Tensor) -> bool:
+    """Whether a rank reported an error. The host reads; asked only where it must know at once."""
+    return bool(control[Control.ERROR] > 0)
+
+
+def _scale(grads: Sequence[Tensor | None], factor: Tensor | float) -> None:
+    if isinstance(factor, float) and factor == 1.0:
+        return
+    for grad in grads:
+        if grad is not None:
+            grad.mul_(factor)
