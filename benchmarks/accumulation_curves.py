@@ -54,7 +54,7 @@ class Language(pl.LightningModule):
         count = int((target != PAD).sum())
         loss = nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=PAD)
         self.sums += torch.tensor([float(loss.detach()) * count, count], dtype=torch.float64)
-        return {"loss": loss, "weight": count}
+        return {"loss": loss, "loss_weight": count}
 
     def on_before_optimizer_step(self, optimizer):
         total = self.sums.clone()

@@ -226,8 +226,8 @@ def changed_shape(slot: Slot, shape: torch.Size) -> ConfigError:
     """Return the error for a parameter whose ``.data`` was exchanged."""
     return ConfigError(
         f"parameter {slot.name} has shape {tuple(slot.param.shape)} and had {tuple(shape)} when"
-        " its gradient's place was planned. Assign a new nn.Parameter to the module in place of another tensor"
-        " to param.data; it is taken in at the next epoch, or when an optimizer gets a group."
+        " its gradient's place was planned. Assign a new nn.Parameter to the module in place of another"
+        " tensor to param.data; it is taken in at the next epoch, or when an optimizer gets a group."
     )
 
 

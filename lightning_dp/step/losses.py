@@ -87,8 +87,8 @@ class LossWeights:
         if not 0 <= weight < float("inf"):
             raise ConfigError(
                 f"[rank {self._group.rank}] training_step returned {KEY}={value!r}; a weight is the"
-                " number of samples or tokens behind the mean loss: one finite number (or 0-dim tensor), 0 or"
-                " more."
+                " number of samples or tokens behind the mean loss: one finite number (or 0-dim tensor), 0"
+                " or more."
             )
         return weight
 

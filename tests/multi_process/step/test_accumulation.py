@@ -103,7 +103,7 @@ class Tokens(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         rows = [self.rows[int(i)] for i in batch]
-        return {"loss": self.loss(rows), "weight": sum(len(row) for row in rows)}
+        return {"loss": self.loss(rows), "loss_weight": sum(len(row) for row in rows)}
 
     def on_before_optimizer_step(self, optimizer):
         self.gradients.append([p.grad.clone() for p in self.parameters()])
@@ -202,7 +202,7 @@ class Padded(pl.LightningModule):
         there = torch.arange(6) < self.lengths[int(batch)]
         each = self.net(torch.ones(6, 3).double()).square().mean(1)
         loss = (each * there).sum() / there.sum().clamp(min=int(self.finite))
-        return {"loss": loss, "weight": there.sum()}
+        return {"loss": loss, "loss_weight": there.sum()}
 
     def on_before_optimizer_step(self, optimizer):
         self.gradients.append(
