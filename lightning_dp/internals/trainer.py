@@ -65,9 +65,8 @@ def attached_trainer(module: Any) -> pl.Trainer | None:
 def own_window(
     trainer: pl.Trainer,
     *,
-    is_full: Callable[[], bool],
+    ends: Callable[..., bool],
     is_fresh: Callable[[], bool],
-    steps_on_tail: bool,
 ) -> Callable[[], None]:
     """Let our counter decide when the Trainer steps and when it zeroes gradients.
 
@@ -88,9 +87,7 @@ def own_window(
     assert automatic is not None
 
     def should_accumulate() -> bool:
-        if is_full():
-            return False
-        return not (steps_on_tail and epoch_loop._num_ready_batches_reached())
+        return not ends(is_last_batch=epoch_loop._num_ready_batches_reached())
 
     def make_zero_grad(batch_idx: int, optimizer: Any) -> Callable[[], None] | None:
         if not is_fresh() or getattr(automatic, "_skip_backward", False):

@@ -40,6 +40,7 @@ class WindowKeeper:
         self._trainer: pl.Trainer | None = None
         self._ran = False
         self._stepped = False
+        self._ends = False
         self._manual_backwards = 0
         self._restored: Mapping[str, Any] | None = None
         self._postponed: list[tuple[Any, bool, Any]] = []
@@ -54,9 +55,8 @@ class WindowKeeper:
         self._undo = [
             trainer_seams.own_window(
                 trainer,
-                is_full=lambda: self.is_full,
+                ends=self.window_ends,
                 is_fresh=lambda: self.window.position == 0,
-                steps_on_tail=self.tail == "step",
             ),
             trainer_seams.own_schedules(trainer, lambda: self.last_step_skipped),
             trainer_seams.own_estimate(trainer, self.estimate),
@@ -76,21 +76,26 @@ class WindowKeeper:
         """Micro-batches of a full window."""
         return int(self._trainer.accumulate_grad_batches) if self._trainer is not None else 1
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the micro-batch that runs now completes the window."""
-        return self.window.position + 1 >= self.steps
+    def window_ends(self, *, is_last_batch: bool) -> bool:
+        """Whether the micro-batch that runs now ends the window: it is full, or the epoch's last one.
+
+        The window then ends whether or not an optimizer steps: a module may decline to, and zeroes its
+        gradients before the next batch as on one device.
+        """
+        full = self.window.position + 1 >= self.steps
+        self._ends = full or (is_last_batch and self.tail == "step")
+        return self._ends
 
     def begin_batch(self, batch_idx: int, *, automatic: bool) -> None:
         """Move on to the next micro-batch; settle what the last epoch left at ``batch_idx`` 0."""
         window = self.window
-        if self._stepped:
+        if self._stepped or (self._ran and self._ends):
             window.position = 0
         elif self._ran and automatic:
             window.position += 1
         if self._stepped or self._ran:
             self._restored = None
-        self._ran = self._stepped = False
+        self._ran = self._stepped = self._ends = False
         if batch_idx == 0:
             self._settle_epoch(automatic)
         if window.position == 0:
@@ -182,12 +187,13 @@ class WindowKeeper:
     @property
     def is_inside(self) -> bool:
         """Whether micro-batches wait for their optimizer step. The same on every rank."""
-        return not self._stepped and self._done > 0
+        return not self._stepped and not self._ends and self._done > 0
 
     @property
     def waiting(self) -> int:
         """Micro-batches of automatic optimization without their optimizer step; the running one counts."""
-        return 0 if self._stepped or self._manual_backwards else self._done
+        over = self._stepped or self._ends or self._manual_backwards
+        return 0 if over else self._done
 
     @property
     def _done(self) -> int:
@@ -226,4 +232,4 @@ class WindowKeeper:
             return
         load_window_state(reducer, self._restored, self.steps)
         # ``begin_batch`` has not seen these micro-batches run: the position is already right.
-        self._ran = self._stepped = False
+        self._ran = self._stepped = self._ends = False

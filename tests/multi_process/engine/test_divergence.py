@@ -151,7 +151,7 @@ def _later_parameters(rank, world_size):
         slots = [slot for bucket in harness.reducer.layout.buckets for slot in bucket.slots]
         held = {id(slot.param) for slot in slots if not slot.param.is_meta}
         assert held == {id(p) for p in module.parameters()}, "a replaced parameter is let go"
-        assert sum(slot.gone for slot in slots) == 1
+        assert sum(slot.removed for slot in slots) == 1
 
 
 @both_worlds
