@@ -19,8 +19,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 
 class RankError(AssertionError):

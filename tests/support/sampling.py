@@ -8,12 +8,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp import LeanDDPStrategy
-from tests.support.trainers import trainer
+from tests.support.trainers import lean, trainer
 
 
 class Numbers(Dataset):
@@ -116,10 +114,6 @@ class SaveAt(pl.Callback):
             return
         trainer.save_checkpoint(self.folder / f"{self.count:03d}.ckpt")
         self.count += 1
-
-
-def lean(**options):
-    return LeanDDPStrategy(cluster_environment=LightningEnvironment(), **options)
 
 
 def fit(rank, world_size, port, module, ckpt_path=None, options=None, loader=None, **kwargs):

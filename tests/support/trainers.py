@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp import LeanDDPStrategy
 from tests.support.parity import assert_equal_on_all_ranks
+from tests.support.programs import free_port
 from tests.support.ranks import run_ranks
-
-
-def free_port() -> int:
-    """A port for one run; all ranks must be given the same one."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def trainer(

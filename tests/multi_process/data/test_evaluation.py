@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp.errors import ConfigError, UnevenShardError
-from tests.support.ranks import run_ranks
-from tests.support.sampling import Learner, Numbers, ValHookLearner, lean, loader
-from tests.support.trainers import free_port, trainer
+from tests.support.logs import log_lines
+from tests.support.sampling import Learner, Numbers, ValHookLearner, loader
+from tests.support.trainers import ddp, lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
 
 
 def _strategy(kind, options):
     if kind == "ddp":
-        return DDPStrategy(cluster_environment=LightningEnvironment())
+        return ddp()
     return lean(**options)
-
-
-def ranks(fn, world_size, *args, **kwargs):
-    return run_ranks(fn, world_size, free_port(), *args, init_process_group=False, **kwargs)
 
 
 class Evaluates(Learner):
@@ -219,14 +211,7 @@ def test_a_collective_in_a_step_that_not_all_make_is_an_error_on_all(how):
 
 
 def _small(rank, world_size, port, stage, options):
-    messages = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            messages.append(record.getMessage())
-
-    logging.getLogger("lightning_dp").addHandler(Handler())
-    logging.getLogger("lightning_dp").setLevel(logging.INFO)
+    messages = log_lines()
     module = Learner()
     t = trainer(world_size, port, lean(**options), max_epochs=2)
     if stage == "fit":

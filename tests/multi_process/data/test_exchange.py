@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_dp.errors import ConfigError
-from tests.support.ranks import run_ranks
-from tests.support.sampling import HookLearner, SaveAt, counts_of, lean, loader
-from tests.support.trainers import free_port, trainer
+from tests.support.logs import log_lines
+from tests.support.sampling import HookLearner, SaveAt, counts_of, loader
+from tests.support.trainers import ddp, lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
 
 N, SIZE = 24, 3
 
 
-def ranks(fn, world_size, *args, **kwargs):
-    return run_ranks(fn, world_size, free_port(), *args, init_process_group=False, **kwargs)
-
-
 def _run(rank, world_size, port, kind, path, folder, hook, options=None, n=N, seed="0", epochs=2):
-    messages = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            messages.append(record.getMessage())
-
-    logging.getLogger("lightning_dp").addHandler(Handler())
-    logging.getLogger("lightning_dp").setLevel(logging.INFO)
+    messages = log_lines()
     module = HookLearner({"train": lambda: loader(n, SIZE, shuffle=True)})
-    strategy = (
-        DDPStrategy(cluster_environment=LightningEnvironment())
-        if kind == "ddp"
-        else lean(**(options or {}))
-    )
+    strategy = ddp() if kind == "ddp" else lean(**(options or {}))
     callbacks = [SaveAt(folder, hook)] if hook else []
     os.environ["PL_GLOBAL_SEED"] = seed
     t = trainer(world_size, port, strategy, max_epochs=epochs, callbacks=callbacks)

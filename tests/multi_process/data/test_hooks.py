@@ -6,7 +6,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
 from tests.support.sampling import (
     HookLearner,
     SaveAt,
@@ -17,7 +16,7 @@ from tests.support.sampling import (
     loader,
     losses_of,
 )
-from tests.support.trainers import free_port
+from tests.support.trainers import ranks
 
 pytestmark = pytest.mark.multi_process
 
@@ -47,9 +46,8 @@ def _run(rank, world_size, port, validate, folder, hook, paths, limits):
 
 
 def run(validate, folder, hook, paths, limits, world_size=RANKS):
-    return run_ranks(
-        _run, world_size, free_port(), validate, folder, hook, paths, limits,
-        init_process_group=False, timeout_s=120,
+    return ranks(
+        _run, world_size, validate, folder, hook, paths, limits, timeout_s=120,
     )  # fmt: skip
 
 
@@ -81,12 +79,12 @@ def test_a_checkpoint_of_any_hook_goes_on_where_it_was(hook, limits, validate, t
     paths = sorted(tmp_path.iterdir())
     assert paths
     runs = zip(*run(validate, None, None, paths, kwargs), strict=True)
-    for path, ranks in zip(paths, runs, strict=True):
+    for path, found in zip(paths, runs, strict=True):
         done = torch.load(path, weights_only=True)["global_step"]
-        for seen, whole in zip(ranks, reference, strict=True):
+        for seen, whole in zip(found, reference, strict=True):
             assert [s[2] for s in seen] == [s[2] for s in whole[done:]], path.name
-        assert losses_of(ranks) == pytest.approx(losses[done:], abs=1e-12), path.name
-        assert [(e, i) for e, i, *_ in ranks[0]] == order[done:], path.name
+        assert losses_of(found) == pytest.approx(losses[done:], abs=1e-12), path.name
+        assert [(e, i) for e, i, *_ in found[0]] == order[done:], path.name
 
 
 class Breaks(HookLearner):
@@ -116,9 +114,7 @@ def _breaks(rank, world_size, port, folder):
 
 
 def test_a_checkpoint_of_an_exception_goes_on_where_it_was(tmp_path):
-    for straight, runs in run_ranks(
-        _breaks, RANKS, free_port(), tmp_path, init_process_group=False, timeout_s=120
-    ):
+    for straight, runs in ranks(_breaks, RANKS, tmp_path, timeout_s=120):
         for step, (broken, again) in enumerate(runs):
             assert len(broken) == step
             assert [s[2] for s in broken + again] == [s[2] for s in straight]
@@ -141,16 +137,12 @@ def _reloads(rank, world_size, port, folder, path, every):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_loaders_made_anew_keep_order_and_phase(every, tmp_path):
-    straight = run_ranks(
-        _reloads, RANKS, free_port(), tmp_path, None, every, init_process_group=False
-    )
+    straight = ranks(_reloads, RANKS, tmp_path, None, every)
     reference = [seen for seen, _ in straight]
     assert straight[0][1] == list(range(0, 6, every))
     for done in (2, 5, 9, 13):
         path = str(tmp_path / f"{done - 1:03d}.ckpt")
-        again = run_ranks(
-            _reloads, RANKS, free_port(), tmp_path, path, every, init_process_group=False
-        )
+        again = ranks(_reloads, RANKS, tmp_path, path, every)
         for (seen, calls), whole in zip(again, reference, strict=True):
             assert [s[2] for s in seen] == [s[2] for s in whole[done:]]
             epoch = done // STEPS
@@ -170,9 +162,8 @@ def _accumulates(rank, world_size, port, folder, path, accumulate, size, mid_win
 
 
 def accumulates(world_size, folder, path, accumulate, size, mid_window="save"):
-    return run_ranks(
-        _accumulates, world_size, free_port(), folder, path, accumulate, size, mid_window,
-        init_process_group=False,
+    return ranks(
+        _accumulates, world_size, folder, path, accumulate, size, mid_window,
     )  # fmt: skip
 
 
@@ -253,7 +244,7 @@ def test_an_exception_inside_a_window_repeats_its_samples_and_loses_none(
     batches, hook, back, tmp_path
 ):
     straight = accumulates(2, tmp_path / "whole", None, 2, 3)
-    run_ranks(_dies, RANKS, free_port(), tmp_path, batches, hook, 2, None, init_process_group=False)
+    ranks(_dies, RANKS, tmp_path, batches, hook, 2, None)
     saved = torch.load(tmp_path / "000.ckpt", weights_only=True)["lean_ddp"]
     assert "window" not in saved, "an exception may be on one rank: nothing is exchanged"
     assert saved["data"]["batches"] == back
@@ -268,9 +259,7 @@ def test_windows_that_begin_in_the_middle_are_gone_back_over_too(tmp_path):
     """2 x 2 batches of windows of 2, gone on with windows of 3: their steps are at 2+3, 2+6."""
     accumulates(2, tmp_path, None, 2, 3)
     path, then = str(tmp_path / "001.ckpt"), tmp_path / "then"
-    run_ranks(
-        _dies, RANKS, free_port(), then, 3, "on_train_batch_end", 3, path, init_process_group=False
-    )
+    ranks(_dies, RANKS, then, 3, "on_train_batch_end", 3, path)
     saved = torch.load(then / "000.ckpt", weights_only=True)["lean_ddp"]
     assert saved["data"]["batches"] == 2, "one micro-batch waits for its step"
 
@@ -286,12 +275,12 @@ def test_another_number_of_ranks_with_validation_and_limits(limits, hook, after,
     straight = run(True, tmp_path, hook, None, kwargs)
     paths = sorted(tmp_path.iterdir())[:: 1 if after == 1 else 2]
     runs = zip(*run(True, None, None, paths, kwargs, after), strict=True)
-    for path, ranks in zip(paths, runs, strict=True):
+    for path, found in zip(paths, runs, strict=True):
         saved = torch.load(path, weights_only=True)
         data, done = saved["lean_ddp"]["data"], saved["global_step"]
-        assert len({len(seen) for seen in ranks}) == 1
+        assert len({len(seen) for seen in found}) == 1
         for epoch in range(EPOCHS):
-            counts = counts_of(ranks, epoch)
+            counts = counts_of(found, epoch)
             counts += counts_of([seen[:done] for seen in straight], epoch)
             assert max(counts.values()) == 1, (path.name, epoch)
             if limits != "limited":

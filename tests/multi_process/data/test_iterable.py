@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 
 import pytest
@@ -10,28 +9,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_dp.errors import ConfigError, UnevenShardError
-from tests.support.ranks import run_ranks
-from tests.support.sampling import HookLearner, Learner, Numbers, SaveAt, fit, lean
-from tests.support.trainers import free_port, trainer
+from tests.support.logs import log_lines
+from tests.support.sampling import HookLearner, Learner, Numbers, SaveAt, fit
+from tests.support.trainers import lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
-
-
-def ranks(fn, world_size, *args, **kwargs):
-    return run_ranks(fn, world_size, free_port(), *args, init_process_group=False, **kwargs)
-
-
-def said():
-    messages = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            messages.append(record.getMessage())
-
-    logger = logging.getLogger("lightning_dp")
-    logger.addHandler(Handler())
-    logger.setLevel(logging.INFO)
-    return messages
 
 
 class Stream(IterableDataset):
@@ -65,7 +47,7 @@ class Batches:
 
 
 def _fit(rank, world_size, port, make, options, kwargs):
-    messages = said()
+    messages = log_lines()
     module = Learner()
     fit(rank, world_size, port, module, loader=make(rank), options=options, **kwargs)
     return [(e, ids) for e, _, ids, _ in module.seen], messages
@@ -289,7 +271,7 @@ class Sized(Stateful):
 
 
 def _stateful(rank, world_size, port, kind, path, folder, merges=False, estimate=False):
-    messages = said()
+    messages = log_lines()
     module = HookLearner(
         {"train": lambda: kind(rank, world_size, merges=merges)}, estimate=estimate
     )

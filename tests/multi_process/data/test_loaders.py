@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -19,7 +16,7 @@ from torch.utils.data import (
 )
 
 from lightning_dp.errors import ConfigError
-from tests.support.ranks import run_ranks
+from tests.support.logs import log_lines
 from tests.support.sampling import (
     HookLearner,
     Learner,
@@ -28,30 +25,11 @@ from tests.support.sampling import (
     counts_of,
     epochs_of,
     fit,
-    lean,
     loader,
 )
-from tests.support.trainers import free_port, trainer
+from tests.support.trainers import ddp, lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
-
-
-def ranks(fn, world_size, *args, **kwargs):
-    return run_ranks(fn, world_size, free_port(), *args, init_process_group=False, **kwargs)
-
-
-def said():
-    """Collect what we say from here on."""
-    messages = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            messages.append(record.getMessage())
-
-    logger = logging.getLogger("lightning_dp")
-    logger.addHandler(Handler())
-    logger.setLevel(logging.INFO)
-    return messages
 
 
 def joined(lists):
@@ -62,7 +40,7 @@ def joined(lists):
 
 
 def _parity(rank, world_size, port, kind, n, size):
-    strategy = DDPStrategy(cluster_environment=LightningEnvironment()) if kind == "ddp" else lean()
+    strategy = ddp() if kind == "ddp" else lean()
     module = Learner()
     t = trainer(world_size, port, strategy, max_epochs=3)
     t.fit(module, loader(n, size, shuffle=True))
@@ -299,7 +277,7 @@ class Stubborn(Sampler):
 
 
 def _stubborn(rank, world_size, port, options):
-    messages = said()
+    messages = log_lines()
     module = Learner()
     data = DataLoader(Numbers(12), batch_size=2, sampler=Stubborn(rank))
     fit(rank, world_size, port, module, loader=data, options=options, max_epochs=2)
@@ -366,7 +344,7 @@ def test_a_users_own_sharding_is_left_alone():
 def _sizes(rank, world_size, port, cases):
     out = []
     for n, size, options, kwargs, dl in cases:
-        messages = said()
+        messages = log_lines()
         module = Learner()
         fit(rank, world_size, port, module, loader=loader(n, size, **dl), options=options, **kwargs)
         out.append((module.seen, messages))

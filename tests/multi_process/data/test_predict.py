@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from tests.support.ranks import run_ranks
-from tests.support.sampling import Learner, Numbers, lean, loader
-from tests.support.trainers import free_port, trainer
+from tests.support.sampling import Learner, Numbers, loader
+from tests.support.trainers import lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
-
-
-def ranks(fn, world_size, *args, **kwargs):
-    return run_ranks(fn, world_size, free_port(), *args, init_process_group=False, **kwargs)
 
 
 class Writer(BasePredictionWriter):
@@ -142,13 +135,6 @@ class Stream(IterableDataset):
 
 
 def _stream(rank, world_size, port, options):
-    messages = []
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            messages.append(record.getMessage())
-
-    logging.getLogger("lightning_dp").addHandler(Handler())
     t = trainer(world_size, port, lean(gather_predictions=True, **options))
     return torch.cat(t.predict(Shapes("tensor"), DataLoader(Stream(), batch_size=2))).tolist()
 

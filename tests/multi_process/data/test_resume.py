@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.ranks import run_ranks
 from tests.support.sampling import (
     HookLearner,
     SaveAt,
@@ -14,7 +13,7 @@ from tests.support.sampling import (
     loader,
     losses_of,
 )
-from tests.support.trainers import free_port
+from tests.support.trainers import ddp, ranks
 
 pytestmark = pytest.mark.multi_process
 
@@ -46,9 +45,8 @@ def straight(world_size, n, folder, workers=0, estimate=False, **limits):
     limits = limits or {"max_epochs": EPOCHS}
     if folder is not None:
         folder.mkdir(exist_ok=True)
-    return run_ranks(
-        _straight, world_size, free_port(), n, workers, estimate, folder, limits,
-        init_process_group=False,
+    return ranks(
+        _straight, world_size, n, workers, estimate, folder, limits,
     )  # fmt: skip
 
 
@@ -56,9 +54,8 @@ def resumed(world_size, n, folder, workers=0, estimate=False, every=1, **limits)
     """What each rank saw, for each checkpoint in ``folder``."""
     limits = limits or {"max_epochs": EPOCHS}
     paths = sorted(folder.iterdir())[::every]
-    runs = run_ranks(
-        _resumed, world_size, free_port(), n, workers, estimate, paths, limits,
-        init_process_group=False, timeout_s=240,
+    runs = ranks(
+        _resumed, world_size, n, workers, estimate, paths, limits, timeout_s=240,
     )  # fmt: skip
     return list(zip(*runs, strict=True))
 
@@ -73,18 +70,18 @@ def test_every_step_of_three_epochs(before, after, workers, tmp_path):
     steps = n // GLOBAL
     runs = resumed(after, n, tmp_path / "ckpt", workers)
     assert len(runs) == EPOCHS * steps
-    for done, ranks in enumerate(runs, start=1):
+    for done, found in enumerate(runs, start=1):
         epoch, first = divmod(done, steps)
-        seen = epochs_of(ranks)
+        seen = epochs_of(found)
         if done == EPOCHS * steps:
             assert seen == {}
             continue
         assert seen[epoch] == batches[epoch][first:], f"after step {done}"
         for later in range(epoch + 1, EPOCHS):
             assert seen[later] == batches[later], f"after step {done}"
-        got = losses_of(ranks)
+        got = losses_of(found)
         assert max(abs(a - b) for a, b in zip(got, losses[done:], strict=True)) < 1e-12
-        numbers = [idx for e, idx, *_ in ranks[0] if e == epoch]
+        numbers = [idx for e, idx, *_ in found[0] if e == epoch]
         assert numbers == list(range(first, steps)), f"batch_idx after step {done}"
 
 
@@ -98,17 +95,17 @@ def test_every_sample_of_a_cut_epoch_comes_once_when_nothing_divides(before, aft
     for epoch in range(EPOCHS):
         steps = epochs_of(reference)[epoch]
         for k in range(1, len(steps) + 1):
-            ranks = runs[at]
+            found = runs[at]
             at += 1
             trained = {i for step in steps[:k] for i in step}
-            left = counts_of(ranks, epoch)
+            left = counts_of(found, epoch)
             if k < len(steps):
                 assert trained | set(left) == set(range(n))
                 assert sum(left.values()) - (n - len(trained)) < after
             else:
                 assert not left
             for later in range(epoch + 1, EPOCHS):
-                whole = counts_of(ranks, later)
+                whole = counts_of(found, later)
                 assert set(whole) == set(range(n))
                 assert sum(whole.values()) - n < after
 
@@ -119,28 +116,24 @@ def test_with_estimated_stepping_batches_and_a_schedule(workers, tmp_path):
     n = 24
     reference = straight(2, n, tmp_path / "ckpt", workers, estimate=True)
     losses = losses_of(reference)
-    for done, ranks in enumerate(resumed(2, n, tmp_path / "ckpt", workers, estimate=True), start=1):
-        got = losses_of(ranks)
+    for done, found in enumerate(resumed(2, n, tmp_path / "ckpt", workers, estimate=True), start=1):
+        got = losses_of(found)
         assert got == pytest.approx(losses[done:], abs=1e-12), f"after step {done}"
 
 
 def test_the_control_ddp_replays_the_head_of_the_epoch(tmp_path):
     """The same check must fail for Lightning's own strategy, or it shows nothing."""
-    batches = run_ranks(_ddp, 2, free_port(), tmp_path, None, init_process_group=False)
-    again = run_ranks(
-        _ddp, 2, free_port(), tmp_path, tmp_path / "001.ckpt", init_process_group=False
-    )
+    batches = ranks(_ddp, 2, tmp_path, None)
+    again = ranks(_ddp, 2, tmp_path, tmp_path / "001.ckpt")
     assert epochs_of(again)[0] != epochs_of(batches)[0][2:]
 
 
 def _ddp(rank, world_size, port, folder, path):
-    from lightning.pytorch.plugins.environments import LightningEnvironment
-    from lightning.pytorch.strategies import DDPStrategy
 
     from tests.support.trainers import trainer
 
     module = learner(24, world_size)
-    strategy = DDPStrategy(cluster_environment=LightningEnvironment())
+    strategy = ddp()
     callbacks = [SaveAt(folder, "on_train_batch_end")] if path is None else []
     t = trainer(world_size, port, strategy, callbacks=callbacks)
     t.fit(module, ckpt_path=path)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dp.engine.group import ReplicaGroup
 from tests.support.ranks import run_ranks
 from tests.support.sampling import Learner, fit
-from tests.support.trainers import free_port
+from tests.support.trainers import ranks
 
 pytestmark = pytest.mark.multi_process
 
@@ -85,9 +85,7 @@ def _draws(rank, world_size, port, workers, options, own_generator, seed):
 
 
 def draws(workers, options=None, own_generator=False, seed=3):
-    return run_ranks(
-        _draws, 2, free_port(), workers, options, own_generator, seed, init_process_group=False
-    )
+    return ranks(_draws, 2, workers, options, own_generator, seed)
 
 
 def numbers(seen, of=0):
@@ -129,9 +127,7 @@ def _persistent(rank, world_size, port, persistent):
 
 
 def test_workers_that_stay_get_each_epochs_order():
-    stay, leave = (
-        run_ranks(_persistent, 2, free_port(), bool(p), init_process_group=False) for p in (1, 0)
-    )
+    stay, leave = (ranks(_persistent, 2, bool(p)) for p in (1, 0))
     assert stay == leave
     orders = [[ids for e, ids in stay[0] if e == epoch] for epoch in range(3)]
     assert orders[0] != orders[1] != orders[2]

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_dp.internals import autograd as autograd_seams
+from tests.support.nets import Boom, data, net
 from tests.support.parity import (
     Harness,
     assert_equal_on_all_ranks,
@@ -18,18 +18,9 @@ from tests.support.parity import (
     mean_over_ranks,
     seeded,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("each_wire")]
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
-
-
-def net(n: int = 4) -> nn.Module:
-    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(n)]).double()
-
-
-def data(n: int = 4, width: int = 8) -> torch.Tensor:
-    return torch.randn(n, width, dtype=torch.float64)
 
 
 class NoGradient(torch.autograd.Function):
@@ -155,16 +146,6 @@ def _lbfgs(rank, world_size):
 @both_worlds
 def test_closures_that_run_many_times(world_size):
     run_ranks(_lbfgs, world_size)
-
-
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("boom")
 
 
 def _died(rank, world_size):

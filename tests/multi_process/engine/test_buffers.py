@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_dp.engine.replicas.buffers import BufferKeeper
 from lightning_dp.errors import RankFailedError
+from tests.support.nets import data
 from tests.support.parity import (
     Harness,
     as_bytes,
@@ -21,15 +22,10 @@ from tests.support.parity import (
     mean_over_ranks,
     seeded,
 )
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
-
-
-def data(n: int = 6, width: int = 8) -> torch.Tensor:
-    return torch.randn(n, width, dtype=torch.float64)
 
 
 def bn_net() -> nn.Module:
@@ -54,7 +50,7 @@ def _statistics(rank, world_size, reduce):
             torch.manual_seed(10 * step + rank)
             module.zero_grad()
             harness.before_step()
-            harness.backward(module(data()).square().mean())
+            harness.backward(module(data(6)).square().mean())
         local = everyone({k: v.clone() for k, v in module.named_buffers()})
         assert len({as_bytes(each["1.running_mean"]) for each in local}) == world_size
         keeper.before_use()
@@ -112,7 +108,7 @@ def _codebook(rank, world_size, how, mode):
             # the first forward sees equal codes on all ranks, so the average is of one loss
             assert_equal_on_all_ranks({"codes": module.codes})
             plain = copy.deepcopy(module)
-            x = data()
+            x = data(6)
             harness.backward(module(x))
             plain(x).backward()
             assert_same(grads(module), mean_over_ranks(grads(plain), plain))
@@ -144,7 +140,7 @@ def _step_mode_statistics(rank, world_size):
     module = seeded(bn_net)
     with Harness(module, with_keeper="step") as harness:
         harness.before_step()
-        harness.backward(module(data() + rank).square().mean())
+        harness.backward(module(data(6) + rank).square().mean())
         harness.keeper.before_use()
         assert_equal_on_all_ranks(dict(module.named_buffers()))
 
@@ -162,7 +158,7 @@ def _spectral(rank, world_size):
             torch.manual_seed(10 * step + rank)
             harness.before_step()
             plain = copy.deepcopy(module)
-            x = data()
+            x = data(6)
             harness.backward(module(x).square().mean())
             plain(x).square().mean().backward()
             assert_same(grads(module), mean_over_ranks(grads(plain), plain))
@@ -191,14 +187,14 @@ def _old_value_needed(rank, world_size):
     module = seeded(Scaled)
     with Harness(module, with_keeper=True) as harness:
         harness.before_step()
-        harness.backward(module(data()))
+        harness.backward(module(data(6)))
         with torch.no_grad():
             module.scale += rank + 1
-        harness.backward(module(data()))  # seen as changed: sent before each step from now on
+        harness.backward(module(data(6)))  # seen as changed: sent before each step from now on
         assert harness.keeper._each_step == ["scale"]
         module.zero_grad()
         harness.before_step()
-        loss = module(data())
+        loss = module(data(6))
         harness.before_step()  # overwritten while ``loss`` still needs it
         if rank == 0:  # its own values are the ones that were sent: untouched
             with pytest.raises(RankFailedError, match="failed in the backward"):
@@ -208,7 +204,7 @@ def _old_value_needed(rank, world_size):
                 harness.backward(loss)
         module.zero_grad()
         harness.before_step()
-        harness.backward(module(data()))
+        harness.backward(module(data(6)))
         assert_equal_on_all_ranks(grads(module))
 
 
@@ -221,18 +217,18 @@ def _evaluation_changes(rank, world_size):
     module = seeded(Scaled)
     with Harness(module, with_keeper=True) as harness:
         harness.before_step()
-        harness.backward(module(data()))
+        harness.backward(module(data(6)))
         harness.keeper.before_use()
         with torch.no_grad():  # averaged weights are swapped in for an evaluation, and out again
             module.scale.mul_(2).div_(2)
         harness.before_step()
-        harness.backward(module(data()))
+        harness.backward(module(data(6)))
         assert harness.keeper._each_step == []
         module.register_buffer("mask", torch.ones(3) * rank)  # pruning adds buffers later
         harness.keeper.refresh()
-        harness.backward(module(data()))
+        harness.backward(module(data(6)))
         module.mask.data.add_(1)
-        harness.backward(module(data()))
+        harness.backward(module(data(6)))
         assert harness.keeper._each_step == ["mask"]
         harness.before_step()
         assert_equal_on_all_ranks({"mask": module.mask})

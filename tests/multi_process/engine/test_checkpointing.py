@@ -11,19 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.errors import LateGradientError
+from tests.support.nets import data, net
 from tests.support.parity import Harness, assert_equal_on_all_ranks, check, grads, seeded
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
-
-
-def net(n: int = 4) -> nn.Module:
-    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(n)]).double()
-
-
-def data(n: int = 4, width: int = 8) -> torch.Tensor:
-    return torch.randn(n, width, dtype=torch.float64)
 
 
 # b11. ddp: "marked ready twice" for re-entrant checkpoints that share layers and for inner backwards.

@@ -16,11 +16,10 @@ from lightning_dp.engine import group as group_module
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.replicas.buffers import BufferKeeper
 from tests.support.parity import Harness, seeded
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 
 def conv_net() -> nn.Module:

@@ -12,10 +12,9 @@ from torch import nn
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.internals.autograd import keep_dynamo_out, split_compiled_graphs
 from tests.support.parity import Harness, assert_same, grads, mean_over_ranks, seeded
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 OPTIONS = LayoutOptions(cap_bytes=5000, first_bytes=5000, last_bytes=5000)
 
 

@@ -6,13 +6,14 @@ Numbers are those of the list in docs/modules.md.
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_dp.engine.plan.layout import LayoutOptions
+from tests.support.logs import log_lines
+from tests.support.nets import branches, data
 from tests.support.parity import (
     Harness,
     assert_equal_on_all_ranks,
@@ -22,42 +23,17 @@ from tests.support.parity import (
     mean_over_ranks,
     seeded,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy, storage_bytes
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
-
-
-class Branches(nn.Module):
-    def __init__(self, width: int = 8):
-        super().__init__()
-        self.first, self.maybe = nn.Linear(width, width), nn.Linear(width, width)
-        self.dead, self.last = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x, use=True):
-        x = self.first(x).tanh()
-        return self.last(x + self.maybe(x) if use else x)
-
-
-def branches() -> nn.Module:
-    return Branches().double()
-
-
-def data(n: int = 4, width: int = 8) -> torch.Tensor:
-    return torch.randn(n, width, dtype=torch.float64)
 
 
 # c19. ddp(find_unused_parameters=True): walks the graph after every forward, and hides dead layers.
 
 
 def _dead_layers(rank, world_size):
-    records: list[logging.LogRecord] = []
-    logger = logging.getLogger("lightning_dp.engine.reduction.reducer")
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    records = log_lines("lightning_dp.engine.reduction.reducer")
     module = seeded(branches)
     with Harness(module) as harness:
         for _ in range(4):
@@ -65,7 +41,7 @@ def _dead_layers(rank, world_size):
             with CollectiveSpy().expecting():
                 loss = module(data()).sum()
             harness.backward(loss)
-    return [r.getMessage() for r in records if "no gradient on any rank" in r.getMessage()]
+    return [line for line in records if "no gradient on any rank" in line]
 
 
 @both_worlds

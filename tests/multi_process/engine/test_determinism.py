@@ -12,6 +12,7 @@ from torch import nn
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.replicas import start as replicas
 from lightning_dp.errors import ReplicaMismatchError
+from tests.support.nets import branches, data
 from tests.support.parity import (
     Harness,
     assert_equal_on_all_ranks,
@@ -21,29 +22,9 @@ from tests.support.parity import (
     mean_over_ranks,
     seeded,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
-
-
-class Branches(nn.Module):
-    def __init__(self, width: int = 8):
-        super().__init__()
-        self.first, self.maybe = nn.Linear(width, width), nn.Linear(width, width)
-        self.dead, self.last = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x, use=True):
-        x = self.first(x).tanh()
-        return self.last(x + self.maybe(x) if use else x)
-
-
-def branches() -> nn.Module:
-    return Branches().double()
-
-
-def data(n: int = 4, width: int = 8) -> torch.Tensor:
-    return torch.randn(n, width, dtype=torch.float64)
 
 
 # c25. ddp: warns that "grad strides do not match bucket view strides" and copies twice.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_dp.engine.replicas import start as replicas
+from tests.support.nets import data, net
 from tests.support.parity import (
     Harness,
     assert_equal_on_all_ranks,
@@ -21,18 +22,9 @@ from tests.support.parity import (
     mean_over_ranks,
     seeded,
 )
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, both_worlds, run_ranks
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
-
-
-def net() -> nn.Module:
-    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).double()
-
-
-def data(n: int = 4, width: int = 8) -> torch.Tensor:
-    return torch.randn(n, width, dtype=torch.float64)
 
 
 # a01. ddp: hooks only what was trainable at the start; what is unfrozen later stays local, silently.

@@ -12,20 +12,12 @@ import torch
 from torch import nn
 
 from lightning_dp.errors import RankFailedError
+from tests.support.nets import Boom, data, net
 from tests.support.parity import Harness, assert_equal_on_all_ranks, check, grads, seeded
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("each_wire")]
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
-
-
-def net(n: int = 4) -> nn.Module:
-    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(n)]).double()
-
-
-def data(n: int = 4, width: int = 8) -> torch.Tensor:
-    return torch.randn(n, width, dtype=torch.float64)
 
 
 # b09. ddp: raises for unused parameters in Lightning's own GAN example. Here the engine's part of it.
@@ -160,26 +152,14 @@ def test_b14_gradient_penalty(world_size):
 # b18. ddp: an exception on one rank leaves the others waiting until the group's timeout.
 
 
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, fail):
-        ctx.fail = fail
-        return x
-
-    @staticmethod
-    def backward(ctx, g):
-        if ctx.fail:
-            raise ValueError("boom in backward")
-        return g, None
-
-
 def _one_rank_fails(rank, world_size):
     module = seeded(net)
     bad = world_size - 1
     with Harness(module) as harness:
         for index in range(4):
             module.zero_grad()
-            half = Boom.apply(module[:2](data()), index == 2 and rank == bad)
+            half = module[:2](data())
+            half = Boom.apply(half) if index == 2 and rank == bad else half
             loss = module[2:](half).square().mean()
             if index != 2:
                 harness.backward(loss)

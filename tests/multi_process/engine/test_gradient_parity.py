@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.wires.wire import Done, Stateless
+from tests.support.nets import Boom, branches
 from tests.support.parity import (
     Harness,
     assert_equal_on_all_ranks,
@@ -20,10 +21,9 @@ from tests.support.parity import (
     mean_over_ranks,
     seeded,
 )
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, both_worlds, run_ranks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("each_wire")]
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 
 def mlp() -> nn.Module:
@@ -134,27 +134,6 @@ def test_accumulation_reduces_once_a_window(world_size):
     run_ranks(_accumulate, world_size)
 
 
-class Branches(nn.Module):
-    """`by_turns` is used by one rank at a time, `dead` by none."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.by_turns = nn.Linear(8, 8)
-        self.dead = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 2)
-
-    def forward(self, x, use):
-        x = self.first(x).tanh()
-        if use:
-            x = x + self.by_turns(x)
-        return self.last(x)
-
-
-def branches() -> nn.Module:
-    return Branches().double()
-
-
 def branch_step(module, backward, index, rank):
     x = torch.randn(4, 8, dtype=torch.float64)
     # step 3: nobody uses it, so its gradient is None everywhere
@@ -172,15 +151,6 @@ def test_unused_parameters_on_one_rank_on_all_and_by_turns(world_size):
 
 def _exception(rank, world_size):
     module = seeded(mlp)
-
-    class Boom(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x
-
-        @staticmethod
-        def backward(ctx, g):
-            raise ValueError("boom in backward")
 
     def run(fail: bool):
         module.zero_grad()

@@ -15,33 +15,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.wires.comm_hook import CommHookWire
 from lightning_dp.engine.wires.comm_hook_state import hook_state, load_hook_state
+from tests.support.nets import Wide, power_sgd
 from tests.support.parity import (
     Harness,
     as_bytes,
     assert_equal_on_all_ranks,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 OPTIONS = LayoutOptions(cap_bytes=9000, first_bytes=5000, last_bytes=5000)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())])
-        self.maybe = nn.Linear(32, 32)
-        self.dead = nn.Linear(32, 32)
-
-    def forward(self, x, use=True):
-        x = self.body(x)
-        return (self.maybe(x) if use else x).square().mean()
-
-
-def power(group, **options):
-    defaults = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
-    return powerSGD_hook.PowerSGDState(None, **{**defaults, **options})
 
 
 def _resume(rank, world_size, change):
@@ -49,9 +32,9 @@ def _resume(rank, world_size, change):
 
     def run(steps, saved=None, state=None, frozen=False):
         torch.manual_seed(0)
-        module = Net()
+        module = Wide()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        state = power(None) if state is None else state
+        state = power_sgd() if state is None else state
         with Harness(
             module,
             options=OPTIONS,
@@ -100,7 +83,7 @@ def _resume(rank, world_size, change):
         resumed, _, told = run(range(5, 10), saved)
         assert "7 rank(s)" in told
     elif change == "settings":
-        _, _, told = run(range(5, 10), saved, power(None, matrix_approximation_rank=3))
+        _, _, told = run(range(5, 10), saved, power_sgd(matrix_approximation_rank=3))
         assert "matrix_approximation_rank" in told
     elif change == "layout":
         run(range(5, 10), saved, frozen=True)  # other buckets: begins empty, says so, goes on

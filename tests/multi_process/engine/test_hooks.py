@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.wires.comm_hook import CommHookWire
 from lightning_dp.errors import ConfigError
+from tests.support.nets import Wide, power_sgd
 from tests.support.parity import (
     Harness,
     assert_equal_on_all_ranks,
@@ -29,28 +30,10 @@ from tests.support.parity import (
     mean_over_ranks,
     seeded,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 OPTIONS = LayoutOptions(cap_bytes=9000, first_bytes=5000, last_bytes=5000)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())])
-        self.maybe = nn.Linear(32, 32)
-        self.dead = nn.Linear(32, 32)
-
-    def forward(self, x, use=True):
-        x = self.body(x)
-        return (self.maybe(x) if use else x).square().mean()
-
-
-def power(group, **options):
-    defaults = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
-    return powerSGD_hook.PowerSGDState(None, **{**defaults, **options})
 
 
 class Counting:
@@ -81,13 +64,13 @@ HOOKS = {
     "bf16": (default_hooks.bf16_compress_hook, None, None, 2e-2),
     "fp16 wrapper": (default_hooks.allreduce_hook, None, default_hooks.fp16_compress_wrapper, 2e-3),
     "bf16 wrapper": (default_hooks.allreduce_hook, None, default_hooks.bf16_compress_wrapper, 2e-2),
-    "power sgd": (powerSGD_hook.powerSGD_hook, power, None, None),
+    "power sgd": (powerSGD_hook.powerSGD_hook, power_sgd, None, None),
     "power sgd, fp16 wrapper": (
-        powerSGD_hook.powerSGD_hook, power, default_hooks.fp16_compress_wrapper, None,
+        powerSGD_hook.powerSGD_hook, power_sgd, default_hooks.fp16_compress_wrapper, None,
     ),
     "power sgd, batched": (
         powerSGD_hook.powerSGD_hook,
-        functools.partial(power, batch_tensors_with_same_shape=True), None, None,
+        functools.partial(power_sgd, batch_tensors_with_same_shape=True), None, None,
     ),
     "post-local": (
         post_localSGD_hook.post_localSGD_hook,
@@ -102,7 +85,7 @@ def _hook(rank, world_size, which, steps):
     hook, state, wrapper, tolerance = HOOKS[which]
     counting = Counting(hook)
     functools.update_wrapper(counting, getattr(hook, "func", hook))
-    module = seeded(Net)
+    module = seeded(Wide)
     plain = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
 
@@ -139,8 +122,8 @@ def test_b16_torchs_hooks_on_gloo_with_several_buckets(world_size, which):
 
 
 def _groups(rank, world_size):
-    state = power(None)
-    module = seeded(Net)
+    state = power_sgd()
+    module = seeded(Wide)
     with Harness(
         module, options=OPTIONS, wire=lambda g: CommHookWire(g, powerSGD_hook.powerSGD_hook, state)
     ) as harness:
@@ -164,14 +147,14 @@ def test_a_state_borrows_the_engines_group_and_a_hook_decides():
 
 def _heals(rank, world_size, heal):
     """A loss scaler's overflow must not stay in PowerSGD's error for ever."""
-    module = seeded(Net)
+    module = seeded(Wide)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     skipped = []
     with Harness(
         module,
         options=OPTIONS,
-        wire=lambda g: CommHookWire(g, powerSGD_hook.powerSGD_hook, power(g), heal=heal),
+        wire=lambda g: CommHookWire(g, powerSGD_hook.powerSGD_hook, power_sgd(), heal=heal),
     ) as harness:
         for step in range(7):
             torch.manual_seed(10 * step + rank)

@@ -9,11 +9,10 @@ from torch import nn
 from lightning_dp.engine.replicas.digest import check_replicas, digest
 from lightning_dp.errors import NonFiniteGradientError, ReplicaMismatchError
 from tests.support.parity import Harness, assert_equal_on_all_ranks, seeded
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 
 def net() -> nn.Module:

@@ -13,6 +13,7 @@ from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.replicas import start as replicas
 from lightning_dp.errors import ConfigError
+from tests.support.nets import data
 from tests.support.parity import (
     SMALL,
     Harness,
@@ -24,15 +25,10 @@ from tests.support.parity import (
     mean_over_ranks,
     seeded,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("each_wire")]
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
-
-
-def data(n: int = 4, width: int = 8, dtype=torch.float64) -> torch.Tensor:
-    return torch.randn(n, width, dtype=dtype)
 
 
 class Tied(nn.Module):

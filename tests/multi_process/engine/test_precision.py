@@ -21,11 +21,10 @@ from tests.support.parity import (
     mean_over_ranks,
     seeded,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 from tests.support.trainers import fit, lean, ranks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("each_wire")]
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 
 class Mixed(nn.Module):

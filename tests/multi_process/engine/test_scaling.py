@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from tests.support.nets import data, net
 from tests.support.parity import (
     Harness,
     assert_equal_on_all_ranks,
@@ -17,18 +17,9 @@ from tests.support.parity import (
     mean_over_ranks,
     seeded,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
-
-
-def net() -> nn.Module:
-    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).double()
-
-
-def data(n: int = 4, width: int = 8) -> torch.Tensor:
-    return torch.randn(n, width, dtype=torch.float64)
 
 
 # a07. ddp: averages ranks, not tokens: a rank with few tokens weighs as much as one with many.

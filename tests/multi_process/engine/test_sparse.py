@@ -13,15 +13,10 @@ from tests.support.parity import (
     check,
     seeded,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
-
-
-def data(n: int = 4, width: int = 8, dtype=torch.float64) -> torch.Tensor:
-    return torch.randn(n, width, dtype=dtype)
 
 
 class Sparse(nn.Module):

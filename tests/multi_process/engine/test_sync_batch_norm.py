@@ -15,11 +15,10 @@ from lightning_dp.engine.replicas.sync_batch_norm import (
     synchronize_batch_norms,
 )
 from tests.support.parity import Harness, assert_same, grads, seeded
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 
 class Own(nn.BatchNorm1d):

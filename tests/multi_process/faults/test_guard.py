@@ -14,8 +14,9 @@ from lightning_dp.faults.guard import Guard
 from lightning_dp.faults.store import with_prefix
 from lightning_dp.faults.waits import EngineWait
 from lightning_dp.launch.meeting import describe_this_rank, meet, open_store
-from tests.support.programs import free_port
-from tests.support.ranks import RankError, run_ranks
+from tests.support.logs import log_lines
+from tests.support.ranks import RankError
+from tests.support.trainers import ranks
 
 pytestmark = pytest.mark.multi_process
 
@@ -88,7 +89,7 @@ def _fails(rank, world_size, port, failing, how, others):
 @pytest.mark.parametrize("others", [sleep, collective], ids=["sleeping", "in a collective"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_exception_reaches_the_other_ranks_with_its_traceback(failing, others):
-    results = run_ranks(_fails, 3, free_port(), failing, "raise", others, init_process_group=False)
+    results = ranks(_fails, 3, failing, "raise", others)
     for rank, told in enumerate(results):
         error = told["error"]
         assert told["finally"]
@@ -116,15 +117,13 @@ def _survivors(rank, world_size, port, failing, how, others, path):
 def test_a_silent_death_is_noticed_and_named(failing, others, how, tmp_path):
     begin = time.monotonic()
     with pytest.raises(RankError):
-        run_ranks(
+        ranks(
             _survivors,
             3,
-            free_port(),
             failing,
             how,
             others,
             tmp_path,
-            init_process_group=False,
             grace_s=10,
         )
     assert time.monotonic() - begin < 12
@@ -158,14 +157,14 @@ def test_a_rank_that_raises_its_own_error_keeps_it_if_it_is_not_a_consequence():
 
         return guarded(rank, world_size, port, body)
 
-    told = run_ranks(body_of, 2, free_port(), init_process_group=False)[0]
+    told = ranks(body_of, 2)[0]
     assert isinstance(told["error"], KeyError)
     assert "rank 1 " in told["error"].__notes__[0]
     assert "ValueError: first" in told["error"].__notes__[0]
 
 
 def test_the_error_is_a_consequence_when_raised_from_one():
-    told = run_ranks(_own_error_elsewhere, 2, free_port(), init_process_group=False)[0]
+    told = ranks(_own_error_elsewhere, 2)[0]
     assert isinstance(told["error"], RankFailedError)
     assert told["error"].rank == 1
 
@@ -181,7 +180,7 @@ def _barriers(rank, world_size, port):
 
 
 def test_ranks_at_barriers_of_different_names_are_told_so():
-    for told in run_ranks(_barriers, 2, free_port(), init_process_group=False):
+    for told in ranks(_barriers, 2):
         assert isinstance(told["error"], RankFailedError)
         assert "save_checkpoint" in str(told["error"])
         assert "every rank" in str(told["error"])
@@ -201,7 +200,7 @@ def _deadlock(rank, world_size, port):
 
 
 def test_ranks_that_wait_for_each_other_are_told_so():
-    for told in run_ranks(_deadlock, 2, free_port(), init_process_group=False, grace_s=10):
+    for told in ranks(_deadlock, 2, grace_s=10):
         assert isinstance(told["error"], RankFailedError)
         assert "rank 0 waits for a barrier" in str(told["error"])
         assert "rank 1 waits for the gradients of step 3" in str(told["error"])
@@ -218,17 +217,12 @@ def _one_computes(rank, world_size, port):
 
 
 def test_a_slow_rank_is_no_deadlock():
-    for told in run_ranks(_one_computes, 2, free_port(), init_process_group=False):
+    for told in ranks(_one_computes, 2):
         assert "error" not in told
 
 
 def _stall(rank, world_size, port):
-    import logging
-
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("lightning_dp").addHandler(handler)
+    records = log_lines()
 
     def body(guard, rank):
         if rank == 1:
@@ -241,7 +235,7 @@ def _stall(rank, world_size, port):
 
 
 def test_a_stall_is_reported_with_what_and_who():
-    (told, records), (_, other) = run_ranks(_stall, 2, free_port(), init_process_group=False)
+    (told, records), (_, other) = ranks(_stall, 2)
     assert "error" not in told
     text = "\n".join(records)
     assert "bucket 0 of 1 ('layer.weight')" in text
@@ -265,7 +259,7 @@ def _swallows(rank, world_size, port):
 def test_a_rank_that_cannot_be_interrupted_ends_itself_with_the_first_ranks_code():
     begin = time.monotonic()
     with pytest.raises(RankError) as caught:
-        run_ranks(_swallows, 2, free_port(), init_process_group=False, grace_s=12)
+        ranks(_swallows, 2, grace_s=12)
     assert caught.value.exit_codes[0] == 5
     assert time.monotonic() - begin < 10
 
@@ -286,7 +280,7 @@ def _blocked_for_good(rank, world_size, port):
 
 
 def test_a_rank_blocked_in_a_collective_is_freed_by_cutting_its_connections():
-    told = run_ranks(_blocked_for_good, 2, free_port(), init_process_group=False)[0]
+    told = ranks(_blocked_for_good, 2)[0]
     assert isinstance(told["error"], RankFailedError)
     assert told["seconds"] < 4
 
@@ -302,7 +296,7 @@ def _fine(rank, world_size, port):
 
 
 def test_a_run_without_failure_ends_without_one():
-    for told in run_ranks(_fine, 3, free_port(), init_process_group=False):
+    for told in ranks(_fine, 3):
         assert "error" not in told
         assert told["finally"]
         assert told["rest"] == []

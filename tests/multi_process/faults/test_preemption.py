@@ -15,9 +15,10 @@ from lightning_utilities.core import rank_zero
 from torch.utils.data import DataLoader
 
 from lightning_dp import LeanDDPStrategy
+from tests.support.logs import log_lines
 from tests.support.ranks import run_ranks
-from tests.support.sampling import Numbers, ValHookLearner, lean
-from tests.support.trainers import free_port, trainer
+from tests.support.sampling import Numbers, ValHookLearner
+from tests.support.trainers import free_port, lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
 
@@ -215,19 +216,15 @@ def _ignored(rank, world_size, port, root, on_preempt):
     ("on_preempt", "code", "saved"), [("stop", 143, 0), ("checkpoint", 143, 1)]
 )
 def test_on_preempt_says_whether_a_checkpoint_is_written(on_preempt, code, saved, tmp_path):
-    results = run_ranks(_ignored, 2, free_port(), tmp_path, on_preempt, init_process_group=False)
+    results = ranks(_ignored, 2, tmp_path, on_preempt)
     assert {result[0] for result in results} == {code}
     assert len(checkpoints(tmp_path)) == saved
 
 
 def _without_checkpoints(rank, world_size, port, root):
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
     logging.disable(logging.NOTSET)
     # Which logger Lightning writes to depends on which of its modules was imported last.
-    rank_zero.log.addHandler(handler)
-    rank_zero.log.setLevel(logging.INFO)
+    told = log_lines(rank_zero.log)
     rank_zero.log.disabled = False
     module = Slow(
         {"train": lambda: DataLoader(Numbers(48), batch_size=2)},
@@ -242,9 +239,7 @@ def _without_checkpoints(rank, world_size, port, root):
 
 
 def test_a_run_that_asked_for_no_files_leaves_none_when_it_is_stopped(tmp_path):
-    results = run_ranks(
-        _without_checkpoints, 2, free_port(), tmp_path, init_process_group=False, grace_s=10
-    )
+    results = ranks(_without_checkpoints, 2, tmp_path, grace_s=10)
     assert [code for code, _ in results] == [143, 143]
     assert "nothing was saved, because checkpointing is off" in results[0][1]
     assert list(tmp_path.rglob("*.ckpt")) == []
@@ -281,7 +276,7 @@ def test_slurms_requeue_signal_saves_and_requeues_outside_of_the_handler(tmp_pat
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/calls\n")
     scontrol.chmod(0o755)
-    results = run_ranks(_on_slurm, 2, free_port(), tmp_path, init_process_group=False, grace_s=10)
+    results = ranks(_on_slurm, 2, tmp_path, grace_s=10)
     (code, step), other = results
     assert other == (code, step)
     assert code == 143
@@ -300,8 +295,6 @@ def _count_broadcasts(rank, world_size, port, root):
 
 def test_no_stop_flag_is_broadcast_per_batch(tmp_path):
     """``ddp`` sends one before each micro-batch, which blocks the host."""
-    for code, steps, broadcasts in run_ranks(
-        _count_broadcasts, 2, free_port(), tmp_path, init_process_group=False
-    ):
+    for code, steps, broadcasts in ranks(_count_broadcasts, 2, tmp_path):
         assert (code, steps) == (0, 12)
         assert broadcasts < 12

@@ -1,7 +1,6 @@
 """Failures inside of a Trainer: every rank ends soon, with the cause, and its hooks have run."""
 
 import functools
-import logging
 import os
 import signal
 import threading
@@ -13,9 +12,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from torch.utils.data import DataLoader
 
 from lightning_dp.errors import LaunchError, RankFailedError
+from tests.support.logs import log_lines
 from tests.support.ranks import RankError, run_ranks
-from tests.support.sampling import Numbers, ValHookLearner, lean
-from tests.support.trainers import free_port, trainer
+from tests.support.sampling import Numbers, ValHookLearner
+from tests.support.trainers import free_port, lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
 
@@ -109,9 +109,7 @@ PLACES = ["setup", "forward", "backward", "validation", "save"]
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_of_one_rank_is_an_error_of_all(failing, place, tmp_path):
-    results = run_ranks(
-        fit, 2, free_port(), tmp_path, failing, place, boom, init_process_group=False, grace_s=12
-    )
+    results = ranks(fit, 2, tmp_path, failing, place, boom, grace_s=12)
     for rank, told in enumerate(results):
         assert told["seconds"] < 6
         if rank == failing:
@@ -136,16 +134,14 @@ def _note(rank, world_size, root, *args):
 def test_a_rank_that_dies_is_named_by_the_others(failing, place, act, tmp_path):
     begin = time.monotonic()
     with pytest.raises(RankError):
-        run_ranks(
+        ranks(
             _note,
             3,
             tmp_path,
-            free_port(),
             tmp_path / "run",
             failing,
             place,
             act,
-            init_process_group=False,
             grace_s=12,
         )
     assert time.monotonic() - begin < 12
@@ -196,7 +192,7 @@ def _second_fit(rank, world_size, port, root):
 
 
 def test_a_second_trainer_of_the_program_is_guarded_too(tmp_path):
-    results = run_ranks(_second_fit, 2, free_port(), tmp_path, init_process_group=False)
+    results = ranks(_second_fit, 2, tmp_path)
     for rank, (first, second) in enumerate(results):
         assert "error" not in first
         assert first["seen"] == ["teardown"]
@@ -216,9 +212,7 @@ def _missing(rank, world_size, port, root):
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path):
-    message, seconds = run_ranks(
-        _missing, 2, free_port(), tmp_path, init_process_group=False, grace_s=10
-    )[0]
+    message, seconds = ranks(_missing, 2, tmp_path, grace_s=10)[0]
     assert "Missing: 1." in message
     assert seconds < 8
 
@@ -270,10 +264,7 @@ def test_an_environment_that_cannot_work_is_refused_at_once(variables, devices, 
 
 
 def _stall(rank, world_size, port, root):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("lightning_dp.faults").addHandler(handler)
+    lines = log_lines("lightning_dp.faults")
     act = functools.partial(time.sleep, 4)
     strategy = lean(stall_report_s=2.0)
     told = fit(rank, world_size, port, root, 1, "forward", act, strategy=strategy, max_steps=4)
@@ -282,7 +273,7 @@ def _stall(rank, world_size, port, root):
 
 
 def test_a_stall_names_bucket_parameters_and_the_rank_that_has_not_come(tmp_path):
-    waiting, late = run_ranks(_stall, 2, free_port(), tmp_path, init_process_group=False)
+    waiting, late = ranks(_stall, 2, tmp_path)
     assert "the gradients of step 2 (bucket 0)" in waiting
     assert "'net.weight'" in waiting
     assert "rank 1 has not come: it is running its own code at fit, train, step 2" in waiting

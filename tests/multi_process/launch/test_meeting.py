@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_dp.errors import LaunchError
 from lightning_dp.launch.meeting import describe_this_rank, meet, open_store
 from tests.support.programs import free_port
-from tests.support.ranks import run_ranks
+from tests.support.trainers import ranks
 
 
 def leave_together(store, rank, world_size):
@@ -40,7 +40,7 @@ def _meet(rank, world_size, port, stale):
 @pytest.mark.multi_process
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_ranks_meet_and_each_meeting_has_its_own_keys(world_size):
-    for result in run_ranks(_meet, world_size, free_port(), {}, init_process_group=False):
+    for result in ranks(_meet, world_size, {}):
         assert result == ([str(r) for r in range(world_size)], True, [True] * world_size, True)
 
 
@@ -53,7 +53,7 @@ def test_keys_left_by_an_earlier_attempt_are_not_believed():
         "oldmeeting/here/1": "1",
         "oldmeeting/go": "[]",
     }
-    for result in run_ranks(_meet, 2, free_port(), stale, init_process_group=False):
+    for result in ranks(_meet, 2, stale):
         assert result[2] == [True, True]
 
 
@@ -71,7 +71,7 @@ def _rank_2_never_comes(rank, world_size, port):
 
 @pytest.mark.multi_process
 def test_missing_ranks_are_named_on_every_rank_that_came():
-    results = run_ranks(_rank_2_never_comes, 3, free_port(), init_process_group=False)
+    results = ranks(_rank_2_never_comes, 3)
     for rank, (seconds, message) in enumerate(results[:2]):
         assert seconds < 6
         assert "Missing: 2." in message

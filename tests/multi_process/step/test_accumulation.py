@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import csv
-import logging
 import os
 import random
-from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp import LeanDDPStrategy
 from lightning_dp.engine.wires.shared_memory import SharedMemory
 from lightning_dp.errors import ConfigError
-from tests.support.ranks import RankError, run_ranks
-from tests.support.trainers import free_port, trainer
+from tests.support.logs import log_lines
+from tests.support.ranks import RankError
+from tests.support.trainers import ddp, lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
-
-
-def ranks(fn, world_size, *args):
-    return run_ranks(fn, world_size, free_port(), *args, init_process_group=False)
-
-
-def lean(**options):
-    return LeanDDPStrategy(cluster_environment=LightningEnvironment(), **options)
 
 
 class Unit(pl.LightningModule):
@@ -56,11 +44,7 @@ class Unit(pl.LightningModule):
 def _unit(rank, world_size, port, batches, window, strategy, options, epochs=1):
     module = Unit()
     data = DataLoader(torch.zeros(batches * world_size, 1), batch_size=1)
-    made = (
-        lean(**options)
-        if strategy == "lean"
-        else DDPStrategy(cluster_environment=LightningEnvironment())
-    )
+    made = lean(**options) if strategy == "lean" else ddp()
     t = trainer(world_size, port, made, accumulate_grad_batches=window, max_epochs=epochs)
     t.fit(module, data)
     return module.seen
@@ -150,7 +134,7 @@ def fit_tokens(world_size, rank, port, rows, window, options=None, steps=None, *
 
 def _tokens(rank, world_size, port, lengths, window, kind="lean"):
     rows = make_rows(lengths)
-    strategy = None if kind == "lean" else DDPStrategy(cluster_environment=LightningEnvironment())
+    strategy = None if kind == "lean" else ddp()
     module = fit_tokens(world_size, rank, port, rows, window, strategy=strategy)
     # what one process computes on the whole batch
     reference = Tokens(rows)
@@ -215,10 +199,7 @@ class Padded(pl.LightningModule):
 
 
 def _padded(rank, world_size, port, lengths, finite):
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lightning_dp.step.losses").addHandler(handler)
+    said = log_lines("lightning_dp.step.losses")
     module = Padded(lengths, finite)
     mine = list(range(rank, len(lengths), world_size))
     data = DataLoader(range(len(lengths)), batch_size=1, sampler=InOrder(mine))
@@ -502,25 +483,19 @@ def _run_window(rank, world_size, port, rows, stop_after, path, resume, out):
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 4, 6])
 def test_a_checkpoint_inside_a_window_resumes_on_any_number_of_ranks(stop_after, tmp_path):
     rows = make_rows([random.Random(1).randint(1, 30) for _ in range(6 * 12)])
-    whole = run_ranks(
-        _run_window, 2, free_port(), rows, 10**6, "", False, None, init_process_group=False
-    )[0]
+    whole = ranks(_run_window, 2, rows, 10**6, "", False, None)[0]
     path = str(tmp_path / "inside.ckpt")
-    run_ranks(
-        _run_window, 2, free_port(), rows, stop_after, path, False, None, init_process_group=False
-    )
+    ranks(_run_window, 2, rows, stop_after, path, False, None)
     torch.load(path, weights_only=True)
     for world_size in (1, 2, 3):
-        resumed = run_ranks(
+        resumed = ranks(
             _run_window,
             world_size,
-            free_port(),
             rows,
             stop_after,
             path,
             True,
             None,
-            init_process_group=False,
         )
         for weights in resumed:
             for got, want in zip(weights, whole, strict=True):
@@ -659,22 +634,10 @@ def test_a_step_skipped_by_the_gradient_scaler_does_not_advance_the_scheduler():
 def _leftover(rank, world_size, port, tail):
     module = Manual(4, context=False)
     data = torch.ones(6, 2, 4, dtype=torch.float64)  # a step after 4 of 6: 2 are left
-    with captured_warnings() as said:
-        t = trainer(world_size, port, lean(tail=tail), max_epochs=2, use_distributed_sampler=False)
-        t.fit(module, DataLoader(data, batch_size=None))
+    said = log_lines()
+    t = trainer(world_size, port, lean(tail=tail), max_epochs=2, use_distributed_sampler=False)
+    t.fit(module, DataLoader(data, batch_size=None))
     return [g.abs().sum().item() for g in module.gradients], said
-
-
-@contextmanager
-def captured_warnings():
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lightning_dp").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("lightning_dp").removeHandler(handler)
 
 
 def test_a_gradient_left_at_an_epochs_end_is_said_and_not_leaked():
@@ -695,20 +658,18 @@ def _misfits(rank, world_size, port):
     rows = make_rows([3] * 12)
     module = Validates(rows)
     order = InOrder(range(rank, 12, world_size))
-    with captured_warnings() as said:
-        t = trainer(
-            world_size,
-            port,
-            lean(),
-            accumulate_grad_batches=4,
-            val_check_interval=3,
-            use_distributed_sampler=False,
-        )
-        t.fit(module, DataLoader(range(12), batch_size=1, sampler=order), DataLoader(range(2)))
-        t = trainer(
-            world_size, port, lean(), accumulate_grad_batches=8, use_distributed_sampler=False
-        )
-        t.fit(Tokens(rows), DataLoader(range(12), batch_size=1, sampler=order))
+    said = log_lines()
+    t = trainer(
+        world_size,
+        port,
+        lean(),
+        accumulate_grad_batches=4,
+        val_check_interval=3,
+        use_distributed_sampler=False,
+    )
+    t.fit(module, DataLoader(range(12), batch_size=1, sampler=order), DataLoader(range(2)))
+    t = trainer(world_size, port, lean(), accumulate_grad_batches=8, use_distributed_sampler=False)
+    t.fit(Tokens(rows), DataLoader(range(12), batch_size=1, sampler=order))
     return said
 
 

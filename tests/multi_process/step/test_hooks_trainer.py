@@ -6,7 +6,6 @@ ddp: ignores hooks on a CPU; forgets PowerSGD's state in checkpoints.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 
 import pytest
@@ -19,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
 )
 
+from tests.support.logs import log_lines
 from tests.support.modules import Base
 from tests.support.parity import as_bytes, assert_equal_on_all_ranks
 from tests.support.ranks import RankError
@@ -82,11 +82,7 @@ def _saving(rank, world_size, port, path):
 
 
 def _resumed(rank, world_size, port, path, forget):
-    records = []
-    logger = logging.getLogger("lightning_dp")
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
+    records = log_lines()
     if forget:  # control
         kept = torch.load(path, weights_only=True)
         del kept["lean_ddp"]["engine"]

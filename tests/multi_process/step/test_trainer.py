@@ -12,11 +12,10 @@ from torch import nn
 
 from tests.support.modules import Base
 from tests.support.parity import assert_equal_on_all_ranks
-from tests.support.ranks import RankError
+from tests.support.ranks import RankError, both_worlds
 from tests.support.trainers import ddp, fit, ranks, same_weights
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 
 # a01. ddp: BackboneFinetuning trains another backbone on each rank, silently.

@@ -7,28 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import LeanDDPStrategy
 from tests.support.parity import assert_equal_on_all_ranks
 from tests.support.ranks import RankError, run_ranks
-from tests.support.trainers import free_port, trainer
+from tests.support.trainers import ddp, lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
-
-
-def ranks(fn, world_size, *args, **kwargs):
-    return run_ranks(fn, world_size, free_port(), *args, init_process_group=False, **kwargs)
-
-
-def lean(**options):
-    return LeanDDPStrategy(cluster_environment=LightningEnvironment(), **options)
-
-
-def ddp():
-    return DDPStrategy(cluster_environment=LightningEnvironment())
 
 
 class Net(pl.LightningModule):

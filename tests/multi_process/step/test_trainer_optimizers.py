@@ -10,11 +10,11 @@ from torch import nn
 
 from lightning_dp.errors import ConfigError
 from tests.support.modules import Base
+from tests.support.ranks import both_worlds
 from tests.support.spies import CollectiveSpy
 from tests.support.trainers import fit, lean, ranks, same_weights
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 
 # Several optimizers, LBFGS, a synchronised BatchNorm, refusals.

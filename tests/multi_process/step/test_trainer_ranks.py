@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_dp.errors import RankFailedError
+from tests.support.logs import log_lines
 from tests.support.modules import Base
+from tests.support.nets import Boom
 from tests.support.parity import assert_equal_on_all_ranks
+from tests.support.ranks import both_worlds
 from tests.support.trainers import Rows, fit, lean, ranks
 
 pytestmark = pytest.mark.multi_process
-both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 
 # b16. ddp: ignores hooks on a CPU, silently.
@@ -55,11 +55,7 @@ class Without(Base):
 
 
 def _none(rank, world_size, port):
-    records = []
-    logger = logging.getLogger("lightning_dp")
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger.addHandler(handler)
+    records = log_lines()
     module = Without()
     fit(module, rank, world_size, port, lean(check_replicas_every_n_steps=1))
     assert_equal_on_all_ranks(dict(module.named_parameters()))
@@ -79,7 +75,7 @@ def _none(rank, world_size, port):
         sgd.step()
     for p, q in zip(module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)
-    return sum("returned None" in record.getMessage() for record in records)
+    return sum("returned None" in line for line in records)
 
 
 @both_worlds
@@ -107,16 +103,6 @@ def _failing(rank, world_size, port):
 def test_b18_an_exception_of_one_rank_reaches_all():
     found = ranks(_failing, 2, timeout_s=60)
     assert found == ["RankFailedError", "ValueError"]
-
-
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("boom in backward")
 
 
 class FailingBackward(Base):
