@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +94,24 @@ def storage_uses(tensor: torch.Tensor) -> int:
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     return int(count(tensor.untyped_storage()._cdata)) if count is not None else 0
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written in place; -1 where nobody counts."""
+    return -1 if tensor.is_inference() else getattr(tensor, "_version", -1)
+
+
+def check_input_dim(layer: torch.nn.Module, x: torch.Tensor) -> None:
+    """Raise torch's ValueError if ``x`` has other dimensions than this BatchNorm takes (if it says so)."""
+    check = getattr(layer, "_check_input_dim", None)
+    if check is not None:
+        check(x)
+
+
+def ignored_names(module: torch.nn.Module) -> set[str]:
+    """Names in ``module._ddp_params_and_buffers_to_ignore``, the attribute that DDP honours too."""
+    names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return {name.removeprefix("module.") for name in names}
 
 
 def keep_dynamo_out() -> bool:

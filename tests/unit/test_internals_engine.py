@@ -100,3 +100,21 @@ def test_without_gloos_options_torchs_own_gloo_is_used(monkeypatch, missing):
 def test_collectives_that_torch_is_to_check_stay_torchs(monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     assert autograd_seams.wide_gloo() is None
+
+
+def test_what_torch_may_not_say_about_tensors_and_layers():
+    x = torch.zeros(2)
+    before = autograd_seams.version_of(x)
+    x.add_(1)
+    assert autograd_seams.version_of(x) == before + 1
+    with torch.inference_mode():
+        assert autograd_seams.version_of(torch.zeros(2)) == -1
+    silent = SimpleNamespace(is_inference=lambda: False)
+    assert autograd_seams.version_of(silent) == -1, "only contents tell then"
+    with pytest.raises(ValueError, match="2D or 3D"):
+        autograd_seams.check_input_dim(torch.nn.BatchNorm1d(2), torch.zeros(2))
+    autograd_seams.check_input_dim(SimpleNamespace(), torch.zeros(2))
+    layer = torch.nn.Linear(2, 2)
+    assert autograd_seams.ignored_names(layer) == set()
+    layer._ddp_params_and_buffers_to_ignore = ["module.bias"]
+    assert autograd_seams.ignored_names(layer) == {"bias"}

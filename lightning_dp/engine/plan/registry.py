@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dp.engine.bucket import Slot
 from lightning_dp.errors import ConfigError, some_names
-
-
-def ignored_names(module: nn.Module) -> set[str]:
-    """Names in ``module._ddp_params_and_buffers_to_ignore``, the attribute that DDP honours too."""
-    names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    return {name.removeprefix("module.") for name in names}
+from lightning_dp.internals.autograd import ignored_names
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.plan.registry import ignored_names
 from lightning_dp.engine.replicas import start as replicas
 from lightning_dp.errors import ReplicaMismatchError, some_names
-from lightning_dp.internals.autograd import NORM_LAYERS
+from lightning_dp.internals.autograd import NORM_LAYERS, ignored_names, version_of
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ class BufferKeeper:
         for name in names:
             tensor = self._tensor(name)
             if tensor is not None:
-                self._seen[name] = Seen(id(tensor), _version(tensor), _sample(tensor))
+                self._seen[name] = Seen(id(tensor), version_of(tensor), _sample(tensor))
 
     def changed(self) -> list[str]:
         """Names of buffers, other than statistics, that changed since they were last looked at.
@@ -136,7 +135,7 @@ class BufferKeeper:
         tensor, seen = self._tensor(name), self._seen.get(name)
         if tensor is None or seen is None:
             return tensor is not None
-        if (id(tensor), _version(tensor)) != seen[:2]:
+        if (id(tensor), version_of(tensor)) != seen[:2]:
             return True
         return sampled and not torch.equal(_sample(tensor), seen.sample)
 
@@ -224,10 +223,6 @@ class BufferKeeper:
             tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True
         ):
             tensor.detach().copy_(part.view(tensor.shape))
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from lightning_dp.engine.bucket import is_dense
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.registry import (
-    ignored_names,
     named_buffers,
     named_parameters,
     refuse_unusable,
 )
 from lightning_dp.errors import ReplicaMismatchError
+from lightning_dp.internals.autograd import ignored_names
 
 CHUNK_BYTES = 64 * 2**20
 

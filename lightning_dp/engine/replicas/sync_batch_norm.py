@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_dp.internals.autograd import BatchNorm
+from lightning_dp.internals.autograd import BatchNorm, check_input_dim
 
 
 class _Normalize(torch.autograd.Function):
@@ -100,7 +100,7 @@ class Synced:
         layer = cast(nn.BatchNorm1d, self)
         if not layer.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return cast(Tensor, self.unsynced.forward(layer, x))
-        layer._check_input_dim(x)
+        check_input_dim(layer, x)
         normal, mean, var, total = _Normalize.apply(x, layer.eps)  # type: ignore[no-untyped-call]
         if layer.track_running_stats:
             _update(layer, mean, var, total)
