@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.support.logs import log_lines
+from tests.support.spies import CollectiveSpy
 from tests.support.trainers import lean, ranks, trainer
 from tests.support.windows import InOrder, Tokens, fit_tokens, make_rows
 
@@ -51,11 +52,11 @@ class CountCallback(pl.Callback):
 
     def on_train_batch_start(self, trainer, *_):
         if self.spy is None:
-            self.spy = CountCollectives()
+            self.spy = CollectiveSpy()
             self.spy.__enter__()
 
     def on_train_batch_end(self, trainer, *_):
-        self.by_batch.append(list(self.spy.calls))
+        self.by_batch.append(dict(self.spy.calls))
         self.spy.calls.clear()
 
     def on_train_end(self, trainer, *_):
@@ -74,7 +75,7 @@ def _manual(rank, world_size, port, options, context):
         use_distributed_sampler=False,
     )
     t.fit(module, DataLoader(data, batch_size=None))
-    reductions = [sum(c == "all_reduce" for c in batch) for batch in counter.by_batch]
+    reductions = [batch.get("all_reduce", 0) for batch in counter.by_batch]
     return reductions, [g.tolist() for g in module.gradients]
 
 
@@ -110,8 +111,8 @@ def test_automatic_optimization_sends_buckets_and_nothing_else():
     """8 micro-batches, 2 steps. ddp: 8 blocking broadcasts besides its buckets."""
     for by_batch in ranks(_automatic_counts, 2):
         # the first step also agrees on the order, and each epoch looks for new parameters
-        assert by_batch[1:3] == [[], []]
-        assert by_batch[4:] == [[], [], [], ["all_reduce"]]
+        assert by_batch[1:3] == [{}, {}]
+        assert by_batch[4:] == [{}, {}, {}, {"all_reduce": 1}]
 
 
 def _every(rank, world_size, port, accum_sync):
@@ -130,12 +131,16 @@ def _every(rank, world_size, port, accum_sync):
 
 
 def test_reducing_every_micro_batch_gives_the_same_gradients():
-    (window, _), _ = ranks(_every, 2, "window")
-    (every, calls), _ = ranks(_every, 2, "every")
+    (window, rare), _ = ranks(_every, 2, "window")
+    (every, often), _ = ranks(_every, 2, "every")
+    assert len(window) == 3
     for a, b in zip(window, every, strict=True):
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(torch.tensor(x), torch.tensor(y), rtol=1e-12, atol=1e-12)
-    assert all("all_reduce" in batch for batch in calls[1:])
+    assert ["all_reduce" in batch for batch in often[1:]] == [True] * 4
+    assert ["all_reduce" in batch for batch in rare[1:]] == [True, False, True, True], (
+        "micro-batches 2, 4 and 5 end windows"
+    )
 
 
 def _leftover(rank, world_size, port, tail):
