@@ -134,16 +134,7 @@ def _note(rank, world_size, root, *args):
 def test_a_rank_that_dies_is_named_by_the_others(failing, place, act, tmp_path):
     begin = time.monotonic()
     with pytest.raises(RankError):
-        ranks(
-            _note,
-            3,
-            tmp_path,
-            tmp_path / "run",
-            failing,
-            place,
-            act,
-            grace_s=12,
-        )
+        ranks(_note, 3, tmp_path, tmp_path / "run", failing, place, act, grace_s=12)
     assert time.monotonic() - begin < 12
     for rank in {0, 1, 2} - {failing}:
         assert (tmp_path / f"rank{rank}").read_text() == f"RankFailedError {failing}"
