@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # What still breaks a rule.
 KNOWN: dict[str, set[str]] = {
     # rooms whose files import each other
-    "circle": {"engine", "launch"},
+    "circle": {"launch"},
     # private names of others outside of internals/
     "private": {
         "engine: _foreach_copy_",
@@ -35,7 +35,11 @@ KNOWN: dict[str, set[str]] = {
         "strategy: _timeout",
     },
     "long file": {"strategy.py"},
-    "long function": {"strategy.py: __init__", "engine/reduction/session.py: fill"},
+    "long function": {
+        "strategy.py: __init__",
+        "engine/reduction/copies.py: copy_in",
+        "engine/reduction/reducer.py: __init__",
+    },
 }
 
 # Left may not import right. A top-level module that is not listed belongs to the strategy's layer.
