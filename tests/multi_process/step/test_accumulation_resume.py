@@ -16,44 +16,38 @@ from tests.support.windows import Tokens, fit_tokens, make_rows
 pytestmark = pytest.mark.multi_process
 
 
-class Stop(pl.Callback):
-    def __init__(self, after, path):
-        self.after, self.path = after, path
+class SavesInside(pl.Callback):
+    """A checkpoint after each of these micro-batches of the first epoch."""
+
+    def __init__(self, folder, after):
+        self.folder, self.after = folder, after
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx + 1 == self.after:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-            trainer.limit_train_batches = 0
+        if trainer.current_epoch == 0 and batch_idx + 1 in self.after:
+            trainer.save_checkpoint(self.folder / f"{batch_idx + 1}.ckpt")
 
 
-def _run_window(rank, world_size, port, rows, stop_after, path, resume, out):
-    """Global micro-batches of 6 rows; window 4; 3 windows. Saves after ``stop_after`` micro-batches."""
+def own_loader(rank, world_size, port, rows, done, callbacks, path):
+    """A loader that resumes by itself, so that only the window is under test. 3 windows of 4 x 6 rows."""
     per_rank = 6 // world_size
-    groups = [list(range(i, i + 6)) for i in range(0, len(rows), 6)]
-    mine = [g[rank * per_rank : (rank + 1) * per_rank] for g in groups]
-    if resume:
-        mine = mine[stop_after:]
-    module = Tokens(rows)
-    done = stop_after if resume else 0
+    mine = [list(range(i, i + 6))[rank * per_rank :][:per_rank] for i in range(0, len(rows), 6)]
 
-    class Rest(Dataset):
+    class Batches(Dataset):
         def __len__(self):
-            return len(groups)
+            return len(mine)
 
         def __getitem__(self, index):
-            return torch.tensor(mine[index - done])
+            return torch.tensor(mine[index])
 
-    class Tail(torch.utils.data.Sampler):
-        # a loader that resumes by itself, so that only the window is under test
+    class Rest(torch.utils.data.Sampler):
         def __iter__(self):
-            return iter(range(done, len(groups)))
+            return iter(range(done, len(mine)))
 
         def __len__(self):
-            return len(groups)
+            return len(mine)
 
-    data = DataLoader(Rest(), batch_size=None, sampler=Tail())
-    callbacks = [] if resume else [Stop(stop_after, path)]
+    module = Tokens(rows)
+    data = DataLoader(Batches(), batch_size=None, sampler=Rest())
     t = trainer(
         world_size,
         port,
@@ -62,32 +56,49 @@ def _run_window(rank, world_size, port, rows, stop_after, path, resume, out):
         use_distributed_sampler=False,
         callbacks=callbacks,
     )
-    t.fit(module, data, ckpt_path=path if resume else None)
+    t.fit(module, data, ckpt_path=path)
     return [p.tolist() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("stop_after", [1, 2, 3, 4, 6])
-def test_a_checkpoint_inside_a_window_resumes_on_any_number_of_ranks(stop_after, tmp_path):
-    rows = make_rows([random.Random(1).randint(1, 30) for _ in range(6 * 12)])
-    whole = ranks(_run_window, 2, rows, 10**6, "", False, None)[0]
-    path = str(tmp_path / "inside.ckpt")
-    ranks(_run_window, 2, rows, stop_after, path, False, None)
-    torch.load(path, weights_only=True)
+def shuffled_loader(rank, world_size, port, rows, done, callbacks, path):
+    """The user's own loader; sharding and resuming are ours. 9 micro-batches: the last window has 1."""
+    module = Tokens(rows)
+    data = DataLoader(range(len(rows)), batch_size=6 // world_size, shuffle=True)
+    os.environ["PL_GLOBAL_SEED"] = "5"
+    t = trainer(
+        world_size, port, lean(), accumulate_grad_batches=4, max_epochs=2, callbacks=callbacks
+    )
+    t.fit(module, data, ckpt_path=path)
+    return [p.tolist() for p in module.parameters()]
+
+
+def _straight(rank, world_size, port, fit, rows, folder, after):
+    """Weights at the end: with checkpoints inside of windows, and without."""
+    saves = [SavesInside(folder, after)]
+    return [fit(rank, world_size, port, rows, 0, callbacks, None) for callbacks in (saves, [])]
+
+
+def _resumed(rank, world_size, port, fit, rows, folder, after):
+    """Weights at the end, after each checkpoint."""
+    return [fit(rank, world_size, port, rows, n, [], folder / f"{n}.ckpt") for n in after]
+
+
+@pytest.mark.parametrize(
+    ("fit", "rows", "after"),
+    [(own_loader, 72, [1, 2, 3, 4, 6]), (shuffled_loader, 54, [1, 2, 3, 5, 8])],
+)
+def test_a_checkpoint_inside_a_window_resumes_on_any_number_of_ranks(fit, rows, after, tmp_path):
+    draw = random.Random(2)
+    rows = make_rows([draw.randint(1, 30) for _ in range(rows)])
+    ((saving, whole), *_) = ranks(_straight, 2, fit, rows, tmp_path, after)
+    assert saving == whole
+    for number in after:
+        torch.load(tmp_path / f"{number}.ckpt", weights_only=True)
     for world_size in (1, 2, 3):
-        resumed = ranks(
-            _run_window,
-            world_size,
-            rows,
-            stop_after,
-            path,
-            True,
-            None,
-        )
-        for weights in resumed:
-            for got, want in zip(weights, whole, strict=True):
-                torch.testing.assert_close(
-                    torch.tensor(got), torch.tensor(want), rtol=1e-10, atol=1e-10
-                )
+        for found in ranks(_resumed, world_size, fit, rows, tmp_path, after, timeout_s=120):
+            for number, weights in zip(after, found, strict=True):
+                for got, want in zip(weights, whole, strict=True):
+                    assert torch.tensor(got).sub(torch.tensor(want)).abs().max() <= 1e-10, number
 
 
 def _boundary(rank, world_size, port, path):
@@ -109,37 +120,3 @@ def test_a_save_inside_a_window_can_wait_for_the_boundary(tmp_path):
     saved = torch.load(path, weights_only=True)
     assert saved["global_step"] == 1
     assert "window" not in saved.get("lean_ddp", {})
-
-
-def _plain_loader(rank, world_size, port, rows, stop_after, path, resume):
-    """The user's own shuffled loader; sharding and resuming are ours. 6 rows a global micro-batch."""
-    module = Tokens(rows)
-    data = DataLoader(range(len(rows)), batch_size=6 // world_size, shuffle=True)
-    os.environ["PL_GLOBAL_SEED"] = "5"
-    t = trainer(
-        world_size,
-        port,
-        lean(),
-        accumulate_grad_batches=4,
-        max_epochs=2,
-        callbacks=[] if resume else [Stop(stop_after, path)],
-    )
-    t.fit(module, data, ckpt_path=path if resume else None)
-    return [p.tolist() for p in module.parameters()]
-
-
-@pytest.mark.parametrize("stop_after", [1, 2, 3, 5, 8])
-def test_resume_inside_a_window_with_the_users_own_loader(stop_after, tmp_path):
-    draw = random.Random(2)
-    rows = make_rows(
-        [draw.randint(1, 30) for _ in range(54)]
-    )  # 9 micro-batches: the last window has 1
-    whole = ranks(_plain_loader, 2, rows, 10**6, "", False)[0]
-    path = str(tmp_path / "inside.ckpt")
-    ranks(_plain_loader, 2, rows, stop_after, path, False)
-    for world_size in (1, 2, 3):
-        for weights in ranks(_plain_loader, world_size, rows, stop_after, path, True):
-            for got, want in zip(weights, whole, strict=True):
-                torch.testing.assert_close(
-                    torch.tensor(got), torch.tensor(want), rtol=1e-10, atol=1e-10
-                )
