@@ -103,7 +103,9 @@ class LossWeights:
         first = float(self._weight) if given else None
         weights = [w for w in self._group.all_gather_object(first) if w is not None]
         self._uses_weights = bool(weights)
-        self._window.reference = max(weights, default=0.0) or 1.0
+        # A window that was restored half done keeps what its weights are multiples of.
+        if not self._window.position:
+            self._window.reference = max(weights, default=0.0) or 1.0
 
     def _no_loss(self) -> Tensor:
         self._weight = 0.0
