@@ -6,7 +6,7 @@ A wrong value would otherwise be met deep inside a library, once on every rank.
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import inspect
 import types
 import typing
@@ -16,6 +16,7 @@ from typing import Any, Union
 from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_dp.app.parsing import advice, nearest
 from lightning_dp.errors import ConfigError
 
 # What a YAML scalar can be. An annotation that allows anything else is left to its owner.
@@ -35,16 +36,11 @@ def check_arguments(cfg: DictConfig) -> None:
     """
     for path, node in _targets(cfg, ""):
         _check_node(path, node)
-    batch_size = OmegaConf.select(cfg, "data.batch_size")
-    if isinstance(batch_size, int) and batch_size < 1:
-        raise ConfigError(f"data.batch_size must be at least 1, not {batch_size}.")
-    workers = OmegaConf.select(cfg, "data.num_workers")
-    if isinstance(workers, int) and workers < 0:
-        raise ConfigError(f"data.num_workers must be at least 0, not {workers}.")
-    _check_seed(OmegaConf.select(cfg, "seed"))
-
-
-def _check_seed(seed: Any) -> None:
+    for key, least in (("data.batch_size", 1), ("data.num_workers", 0)):
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, int) and value < least:
+            raise ConfigError(f"{key} must be at least {least}, not {value}.")
+    seed = OmegaConf.select(cfg, "seed")
     if seed is not None and not (type(seed) is int and 0 <= seed < 2**32):
         raise ConfigError(f"seed must be null or a whole number from 0 to 2**32 - 1, not {seed!r}.")
 
@@ -76,42 +72,27 @@ def _check_node(path: str, node: DictConfig) -> None:
         parameters = inspect.signature(call).parameters
     except (TypeError, ValueError):
         return  # built in C: it checks by itself
-    try:
+    hints: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # annotations of names that exist for type checkers only
         hints = typing.get_type_hints(call)
-    except Exception:
-        hints = {}  # annotations of names that exist for type checkers only
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    known = [parameter for parameter in parameters if parameter != "self"]
     for key in map(str, node):
         if key.startswith("_") and key.endswith("_"):
             continue
-        if key not in parameters:
-            if not takes_any:
-                raise ConfigError(_unknown(path, key, name, [p for p in parameters if p != "self"]))
-        elif not OmegaConf.is_missing(node, key):
-            _check_value(f"{path}.{key}", node[key], hints.get(key), name)
-
-
-def _unknown(path: str, key: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    help_ = f"Did you mean {path}.{near[0]}?" if near else f"It takes: {', '.join(known)}."
-    return f"{path}.{key}: {name} has no argument {key!r}. {help_}"
+        if key not in known and not takes_any:
+            near = advice(nearest(key, known, f"{path}.")) or f" It takes: {', '.join(known)}."
+            raise ConfigError(f"{path}.{key}: {name} has no argument {key!r}.{near}")
+        if key in known and not OmegaConf.is_missing(node, key):
+            _check_value(f"{path}.{key}", node[key], hints.get(key, Any), name)
 
 
 def _check_value(path: str, value: Any, hint: Any, name: str) -> None:
-    if not isinstance(value, _SCALARS):
+    """Compare a scalar with an annotation that allows scalars alone."""
+    union = typing.get_origin(hint) in (Union, types.UnionType)
+    allowed = typing.get_args(hint) if union else (hint,)
+    if not isinstance(value, _SCALARS) or any(option not in _SCALARS for option in allowed):
         return
-    allowed = _scalar_types(hint)
-    if allowed is None or type(value) in allowed or (float in allowed and type(value) is int):
-        return
-    wanted = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
-    raise ConfigError(f"{path} must be {wanted}, not {value!r} (an argument of {name}).")
-
-
-def _scalar_types(hint: Any) -> list[type] | None:
-    """Types that ``hint`` allows, or None if it allows more than scalars or is not known."""
-    if hint is None or hint is Any:
-        return None
-    options = (
-        typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    )
-    return list(options) if all(option in _SCALARS for option in options) else None
+    if type(value) not in allowed and not (float in allowed and type(value) is int):
+        wanted = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
+        raise ConfigError(f"{path} must be {wanted}, not {value!r} (an argument of {name}).")

@@ -6,42 +6,29 @@ launcher starts too: see [Note: one path for all launches].
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from lightning_dp import __version__
+from lightning_dp.app.parsing import advice, nearest
 
 USAGE_ERROR = 2
 
 
-class Command(NamedTuple):
-    """One row of the table.
-
-    Attributes:
-        target: A module to run as ``python -m`` would, or ``module:function``; the function takes the
-            remaining arguments and returns an exit code.
-        help: One line.
-    """
-
-    target: str
-    help: str
-
-
-COMMANDS: dict[str, Command] = {
-    "train": Command("lightning_dp.app.train", "train from the config tree: experiment=digits"),
-    "evaluate": Command("lightning_dp.app.evaluate", "score a checkpoint: ckpt_path=FILE"),
-    "doctor": Command("lightning_dp.app.doctor:main", "check this machine and this shell"),
-    "smoke": Command(
-        "lightning_dp.app.smoke:main", "start ranks and see that all of it works: -n 2"
-    ),
-    "conf": Command("lightning_dp.app.conf_tools:main", "list, show, copy or check config files"),
-    "data": Command(
-        "lightning_dp.app.data_picture:main", "draw which rank gets which sample: --out data.png"
+# For each name a module to run as ``python -m`` would, or ``module:function``, which takes the
+# remaining arguments and returns an exit code; and one line of help.
+COMMANDS = {
+    "train": ("lightning_dp.app.train", "train from the config tree: experiment=digits"),
+    "evaluate": ("lightning_dp.app.evaluate", "score a checkpoint: ckpt_path=FILE"),
+    "doctor": ("lightning_dp.app.doctor:main", "check this machine and this shell"),
+    "smoke": ("lightning_dp.app.smoke:main", "start ranks and see that all of it works: -n 2"),
+    "conf": ("lightning_dp.app.conf_tools:main", "list, show, copy or check config files"),
+    "data": (
+        "lightning_dp.app.data_picture:main",
+        "draw which rank gets which sample: --out data.png",
     ),
 }
 
@@ -49,7 +36,7 @@ COMMANDS: dict[str, Command] = {
 def usage() -> str:
     """Return the text of ``lean-ddp --help``."""
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {row.help}" for name, row in COMMANDS.items())
+    rows = "\n".join(f"  {name:<{width}}  {told}" for name, (_, told) in COMMANDS.items())
     return (
         f"lean-ddp {__version__}: data-parallel training for PyTorch Lightning\n\n"
         f"usage: lean-ddp COMMAND [ARGUMENTS]\n\n{rows}\n\n"
@@ -76,11 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        guess = f" Did you mean {near[0]!r}?" if near else ""
-        print(f"lean-ddp: there is no command {name!r}.{guess}\n\n{usage()}", file=sys.stderr)
+        near = advice(nearest(name, COMMANDS))
+        print(f"lean-ddp: there is no command {name!r}.{near}\n\n{usage()}", file=sys.stderr)
         return USAGE_ERROR
-    module, _, function = COMMANDS[name].target.partition(":")
+    module, _, function = COMMANDS[name][0].partition(":")
     if not function:
         run_as_module(module, rest)
         return 0

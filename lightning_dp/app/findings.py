@@ -1,15 +1,13 @@
-"""What a check found, and how it is shown: a table on a terminal, plain lines in a pipe, or JSON."""
+"""What a check found, and how it is shown: a line each (coloured on a terminal), or JSON."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
-import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Literal
-
-from lightning_dp.app.tables import print_table
 
 Level = Literal["ok", "warn", "FAIL"]
 _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
@@ -30,35 +28,40 @@ class Finding:
     fix: str = ""
 
 
-def show(
-    findings: Sequence[Finding], *, title: str, as_json: bool = False, strict: bool = False
-) -> None:
-    """Print ``findings`` to stdout, and unless ``as_json`` a last line that sums them up."""
+def judged(good: bool, what: str, fix: str, bad: Level = "FAIL") -> Finding:
+    """Return an ok without a fix if ``good``, else a finding of level ``bad``."""
+    return Finding("ok", what) if good else Finding(bad, what, fix)
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """The option that :func:`report` takes as ``as_json``."""
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of findings as JSON (default: lines)"
+    )
+
+
+def report(findings: Iterable[Finding], *, as_json: bool = False, strict: bool = False) -> int:
+    """Print ``findings`` to stdout, and unless ``as_json`` a last line that sums them up.
+
+    Returns:
+        The exit code: 1 if anything failed, or with ``strict`` was warned about; else 0.
+    """
+    findings = list(findings)
+    number = Counter(finding.level for finding in findings)
+    code = int(number["FAIL"] > 0 or (strict and number["warn"] > 0))
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
-        return
-    if sys.stdout.isatty():
-        fixes = [f"\n-> fix: {finding.fix}" if finding.fix else "" for finding in findings]
-        rows = [(f.level, f"{f.what}{fix}") for f, fix in zip(findings, fixes, strict=True)]
-        print_table(title, rows, [_STYLES[finding.level] for finding in findings])
-    else:
-        for finding in findings:
-            fix = f"  -> fix: {finding.fix}" if finding.fix else ""
-            print(f"{finding.level:<5} {finding.what}{fix}")
-    print(summary(findings, strict=strict))
+        return code
+    from rich.console import Console
+    from rich.text import Text
 
-
-def summary(findings: Sequence[Finding], *, strict: bool = False) -> str:
-    """Count the levels, and say what the exit code means."""
-    number = Counter(str(finding.level) for finding in findings)
-    counts = ", ".join(f"{number[level]} {level}" for level in _STYLES)
-    code = exit_code(findings, strict=strict)
+    console = Console(soft_wrap=True)  # nothing is cut or broken: a fix can be copied
+    for each in findings:
+        fix = f"  -> fix: {each.fix}" if each.fix else ""
+        console.print(
+            Text.assemble((f"{each.level:<5}", _STYLES[each.level]), f" {each.what}{fix}")
+        )
+    counts = ", ".join(f"{number[level]} {level}" for level in ("ok", "warn", "FAIL"))
     wrong = "failed or was warned about" if strict else "failed"
-    meaning = f"nothing {wrong}" if code == 0 else f"something {wrong}"
-    return f"{counts}; exit code {code}: {meaning}"
-
-
-def exit_code(findings: Sequence[Finding], *, strict: bool = False) -> int:
-    """1 if anything failed, or with ``strict`` was warned about; else 0."""
-    levels = {finding.level for finding in findings}
-    return int("FAIL" in levels or (strict and "warn" in levels))
+    print(f"{counts}; exit code {code}: {'something' if code else 'nothing'} {wrong}")
+    return code

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_dp.app import tables
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -121,8 +119,25 @@ def _draw_panel(axes: Axes, quantity: str, curves: list[tuple[str, Points]]) -> 
 
 
 def print_table(title: str, rows: Mapping[str, Any]) -> None:
-    """Print ``rows`` as a two-column table; floats with four digits, paths as seen from here."""
-    tables.print_table(title, [(name, _text(value)) for name, value in rows.items()])
+    """Print ``rows`` as a two-column table; floats with four digits, paths as seen from here.
+
+    What is too long for a terminal is folded; in a pipe nothing is. Brackets are no markup.
+    """
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(Text(name), Text(_text(value)))
+    console = Console()
+    if not console.is_terminal:
+        console.width = 10_000
+        console.width = Measurement.get(console, console.options, table).maximum
+    console.print(table)
 
 
 def _text(value: Any) -> str:

@@ -2,8 +2,8 @@
 
     python -m lightning_dp.app.smoke_run FOLDER RANKS BACKEND
 
-Each rank writes one line for each step that it has done into FOLDER. ``LEAN_DDP_SMOKE_FAULT=RANK:STEP:HOW``
-makes a rank misbehave (HOW: wrong, raise, exit, hang), so that the smoke test can be tested.
+Each rank writes one file for each step that it has done into FOLDER. ``LEAN_DDP_SMOKE_FAULT=RANK:STEP:HOW``
+makes a rank misbehave (HOW: wrong, exit, hang), so that the smoke test can be tested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_dp import LeanDDPStrategy
 from lightning_dp.launch.exit_code import PREEMPTED
@@ -31,59 +31,45 @@ LAST_STEP = 6
 LR = 0.1
 
 
-class SmokeError(AssertionError):
-    """A result is not what it must be."""
-
-
-class Samples(Dataset[Tensor]):
-    """Sample ``i`` is ``[i + 1]``: 2 samples for each rank, micro-batch and step."""
-
-    def __init__(self, world_size: int) -> None:
-        self.size = world_size * WINDOW * LAST_STEP
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([index + 1.0])
+def loader(ranks: int) -> DataLoader[Tensor]:
+    """Sample ``i`` is ``[i + 1]``, in order: as many as the steps need."""
+    count = ranks * WINDOW * LAST_STEP
+    return DataLoader(list(torch.arange(1.0, count + 1).unsqueeze(1)), batch_size=1)  # type: ignore[arg-type]
 
 
 class Line(L.LightningModule):
-    """One weight and one loss whose gradient is the mean of the samples."""
+    """One weight and one loss whose gradient is the mean of the samples.
 
-    def __init__(self, told: Told) -> None:
+    Args:
+        told: Where results go.
+        stops: Whether the last rank is asked to stop before the run is over.
+    """
+
+    def __init__(self, told: Told, *, stops: bool) -> None:
         super().__init__()
         self.told = told
+        self.stops = stops
         self.weight = nn.Parameter(torch.zeros(1))
-        self.stops = False
+        self.began = 0
+
+    def on_train_start(self) -> None:
+        """Count the ranks; remember where a resumed run begins."""
+        self.began = self.trainer.global_step
+        if self.began == 0:
+            self.told.done("start", self.trainer.world_size, self.told.ranks)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Loss of one micro-batch."""
-        told, step = self.told, self.trainer.global_step
-        if step == 0 and batch_idx == 0 and not told.has("all-reduce"):
-            self._reduce()
-        if step == 1 and not told.has("accumulation"):
-            self._compare_with_closed_form(batch)
-        if (
-            self.stops
-            and step == STOP_AT
-            and self.trainer.global_rank == self.trainer.world_size - 1
-        ):
+        rank, ranks, step = self.trainer.global_rank, self.told.ranks, self.trainer.global_step
+        if batch_idx == 0:
+            own = torch.tensor(rank + 1.0, device=self.device)
+            total = float(self.trainer.strategy.reduce(own, reduce_op="sum"))
+            self.told.done("all-reduce", total, ranks * (ranks + 1) / 2)
+        if batch_idx == WINDOW:  # minus the rate times the mean of the first window's samples
+            self.told.done("accumulation", float(self.weight), -LR * (ranks * WINDOW + 1) / 2)
+        if self.stops and step == STOP_AT and rank == ranks - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return (self.weight * batch).mean()
-
-    def _reduce(self) -> None:
-        rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        own = torch.tensor(float(rank + 1), device=self.device)
-        total = float(self.trainer.strategy.reduce(own, reduce_op="sum"))
-        expected = world_size * (world_size + 1) / 2
-        self.told.done("all-reduce", total, expected)
-
-    def _compare_with_closed_form(self, batch: Tensor) -> None:
-        """After one step the weight is minus the rate times the mean of the first window's samples."""
-        count = self.trainer.world_size * WINDOW
-        expected = -LR * (count + 1) / 2
-        self.told.done("accumulation", float(self.weight), expected)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain SGD: the weight tells what the gradient was."""
@@ -91,44 +77,32 @@ class Line(L.LightningModule):
 
 
 class Told:
-    """One rank's lines, and the misbehaviour that was asked for."""
+    """One rank's results, and the misbehaviour that was asked for."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.file = folder / f"rank{rank}.jsonl"
-        self.rank = rank
+    def __init__(self, folder: Path, rank: int, ranks: int) -> None:
+        self.file = f"{folder}/rank{rank}"
+        self.ranks = ranks
         self._begin = time.monotonic()
         who, step, how = (os.environ.get(FAULT_VARIABLE) or "-1::").split(":")
         self._fault = (step, how) if int(who) == rank else ("", "")
-        self._done: set[str] = set()
-
-    def has(self, step: str) -> bool:
-        """Whether ``step`` was told."""
-        return step in self._done
 
     def done(self, step: str, value: float, expected: float) -> None:
         """Tell that ``step`` gave ``value``.
 
         Raises:
-            SmokeError: It is not ``expected``.
+            AssertionError: It is not ``expected``.
         """
-        if self._fault[0] == step:
-            value = self._misbehave(value)
-        seconds = time.monotonic() - self._begin
-        self._done.add(step)
-        with self.file.open("a") as file:
-            file.write(json.dumps([step, value, expected, round(seconds, 2)]) + "\n")
-        if abs(value - expected) > 1e-5 * max(1.0, abs(expected)):
-            raise SmokeError(f"{step}: rank {self.rank} got {value}, and {expected} is right")
-
-    def _misbehave(self, value: float) -> float:
-        how = self._fault[1]
-        if how == "raise":
-            raise RuntimeError("asked to misbehave")
+        how = self._fault[1] if self._fault[0] == step else ""
         if how == "exit":
             os._exit(9)
         if how == "hang":
             time.sleep(3600)
-        return value + 1
+        value += how == "wrong"
+        right = abs(value - expected) <= 1e-5 * max(1.0, abs(expected))
+        wrong = "" if right else f"got {value:g}, and {expected:g} is right"
+        seconds = time.monotonic() - self._begin
+        Path(f"{self.file}.{step}.json").write_text(json.dumps([wrong, seconds]))
+        assert right, f"{step}: {wrong}"
 
 
 def trainer(folder: Path, ranks: int, backend: str) -> L.Trainer:
@@ -151,29 +125,19 @@ def trainer(folder: Path, ranks: int, backend: str) -> L.Trainer:
 
 def run(folder: Path, ranks: int, backend: str) -> None:
     """Train, be asked to stop, resume, compare."""
-    first = trainer(folder, ranks, backend)
-    told = Told(folder, int(os.environ.get("RANK", 0)))
-    model = Line(told)
-    model.stops = True
-    data = DataLoader(Samples(ranks), batch_size=1)
-    model.on_train_start = lambda: told.done(  # type: ignore[method-assign]
-        "start", float(first.world_size), float(ranks)
-    )
-    code = 0
+    told = Told(folder, int(os.environ.get("RANK", 0)), ranks)
+    code: object = 0
     try:
-        first.fit(model, data)
+        trainer(folder, ranks, backend).fit(Line(told, stops=True), loader(ranks))
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else -1
-    told.done("preemption", code, PREEMPTED)
-    again = Line(told)
-    second = trainer(folder, ranks, backend)
-    began: list[int] = []
-    again.on_train_start = lambda: began.append(second.global_step)  # type: ignore[method-assign]
-    second.fit(again, DataLoader(Samples(ranks), batch_size=1), ckpt_path="last")
+        code = stop.code
+    told.done("preemption", code if isinstance(code, int) else -1, PREEMPTED)
+    model, again = Line(told, stops=False), trainer(folder, ranks, backend)
+    again.fit(model, loader(ranks), ckpt_path="last")
+    goes_on = model.began >= STOP_AT and again.global_step == LAST_STEP
     count = ranks * WINDOW * LAST_STEP
-    resumed_late = began[0] <= STOP_AT - 1 or second.global_step != LAST_STEP
     everything = -LR * sum(range(1, count + 1)) / (ranks * WINDOW)
-    told.done("resume", float("inf") if resumed_late else float(again.weight), everything)
+    told.done("resume", float(model.weight) if goes_on else float("inf"), everything)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,15 @@ from tests.multi_process.app.commands import forked
         ("model=3", "model=3: there is no such file"),
         ("=3", "there is no name before"),
         ("stratgy=ddp", "Did you mean strategy?"),
-        ("trainr.max_epochs=3", "Did you mean trainer?"),
+        ("trainr.max_epochs=3", "Did you mean trainer.max_epochs?"),
         ("trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
         ("~trainer.max_epoch", "Did you mean trainer.max_epochs?"),
         ("max_epochs=3", "Did you mean trainer.max_epochs?"),
         ("hydra.run.dr=x", "Did you mean hydra.run.dir?"),
         ("--config-name=trian", "Did you mean --config-name=train?"),
         ("model.wdth.x=3", "Did you mean model.width?"),
-        ("model.width.x=3", "model.width has no keys below it"),
+        ("model.width.x=3", "Did you mean model.width?"),
+        ("no.such.thing=3", "there is no no.such.thing. --cfg job prints what there is."),
         ("+trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
         ("strategy.bucket_cap=3", "Did you mean strategy.bucket_cap_mb?"),
         ("strategy.bucket_cap_mb=-1", "bucket_cap_mb=-1"),
@@ -54,6 +55,29 @@ def test_two_mistakes_and_a_sweep(tmp_path):
     assert code == 1
     assert printed.count("Did you mean") == 1, printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        # What keys there are depends on the choices that were typed; the second mistake waits.
+        (("model=bytes", "data=bytes", "model.dept=3", "model.lrr=1"), "model.depth?"),
+        # A key that can be added is told so; below a reference or a misspelt name none can be.
+        (
+            ("trainer.enable_checkpointing=false",),
+            "To add a new key: +trainer.enable_checkpointing",
+        ),
+    ],
+)
+def test_advice_fits_the_config_that_was_asked_for(overrides, told, tmp_path):
+    code, printed = forked(tmp_path, "train", *overrides)
+    assert code == 1
+    assert told in printed
+
+
+@pytest.mark.parametrize("override", ["trainer.strategy.tail=step", "trainr.max_epochs=3"])
+def test_control_no_key_can_be_added_below_a_reference(override, tmp_path):
+    assert "To add" not in forked(tmp_path, "train", override)[1]
 
 
 def test_hydras_own_text_where_there_is_nothing_to_add(tmp_path):
@@ -110,7 +134,7 @@ def test_control_a_fault_in_a_program_keeps_its_traceback(tmp_path):
         ([], 2, "usage: lean-ddp COMMAND"),
         (["--help"], 0, "usage: lean-ddp COMMAND"),
         (["--version"], 0, "0."),
-        (["trian"], 2, "Did you mean 'train'?"),
+        (["trian"], 2, "Did you mean train?"),
         (["train", "--help"], 0, "lightning_dp"),
     ],
 )
@@ -121,8 +145,8 @@ def test_the_command_line_itself(argv, code, told, tmp_path):
 
 
 def test_every_command_of_the_table_can_be_loaded():
-    for name, command in cli.COMMANDS.items():
-        module, _, function = command.target.partition(":")
+    for name, (target, told) in cli.COMMANDS.items():
+        module, _, function = target.partition(":")
         found = runpy.run_module(module, run_name="looked at")
         assert callable(found[function or "main"]), name
-        assert command.help
+        assert told

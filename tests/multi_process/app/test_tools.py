@@ -8,7 +8,7 @@ import yaml
 
 from lightning_dp.app import conf_tools, doctor, smoke, smoke_run
 from lightning_dp.app.cli import main
-from lightning_dp.app.findings import Finding, exit_code, show
+from lightning_dp.app.findings import Finding, report
 
 PLAIN: dict[str, str] = {}
 
@@ -27,8 +27,7 @@ class TestDoctor:
         *lines, end = capsys.readouterr().out.splitlines()
         assert end.endswith("0 FAIL; exit code 0: nothing failed")
         assert all(line[:5].strip() in ("ok", "warn") for line in lines)
-        assert any("strategy lean_ddp is registered" in line for line in lines)
-        assert any("pkg://lightning_dp.conf composes" in line for line in lines)
+        assert any(f"torch {metadata.version('torch')}" in line for line in lines)
 
     def test_json_is_a_list_of_findings(self, capsys):
         main(["doctor", "--json"])
@@ -45,6 +44,15 @@ class TestDoctor:
         bad = failures(doctor.check_versions())
         assert any("malicious" in finding.what and package in finding.what for finding in bad)
         assert any("!=2.6.2" in finding.fix for finding in bad)
+
+    def test_both_packages_are_no_reason_to_warn(self):
+        """``lightning`` requires ``pytorch-lightning``: everybody has both."""
+        assert any("pytorch-lightning" in rule for rule in metadata.requires("lightning") or ())
+        findings = list(doctor.check_versions())
+        assert levels(findings) == {"ok"}
+        told = [finding.what for finding in findings if "lightning" in finding.what]
+        assert any(f"lightning {metadata.version('lightning')}" in what for what in told)
+        assert any(metadata.version("pytorch-lightning") in what for what in told[1:])
 
     def test_a_version_out_of_range_fails_with_the_command_that_fixes_it(self, monkeypatch):
         monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.1")
@@ -88,7 +96,7 @@ class TestDoctor:
             sock.bind(("127.0.0.1", 0))
             sock.listen()
             taken = str(sock.getsockname()[1])
-            assert "warn" in levels(doctor.check_ports({"MASTER_PORT": taken}))
+            assert "warn" in levels(doctor.check_network({"MASTER_PORT": taken}))
 
     def test_a_check_that_breaks_is_a_finding_itself(self, monkeypatch):
         def check_devices():
@@ -100,15 +108,16 @@ class TestDoctor:
 
 def test_exit_codes_and_usage(capsys):
     warned = [Finding("ok", "a"), Finding("warn", "b", "c")]
-    assert exit_code(warned) == 0
-    assert exit_code(warned, strict=True) == 1
-    assert exit_code([*warned, Finding("FAIL", "d")]) == 1
-    show(warned, title="t")
+    assert report(warned) == 0
     assert capsys.readouterr().out == (
         "ok    a\nwarn  b  -> fix: c\n1 ok, 1 warn, 0 FAIL; exit code 0: nothing failed\n"
     )
-    show(warned, title="t", strict=True)
+    assert report(warned, strict=True) == 1
     assert "exit code 1: something failed or was warned about" in capsys.readouterr().out
+    assert report([*warned, Finding("FAIL", "d")], as_json=True) == 1
+    long = "[bold]" + "a/b" * 100  # neither markup nor broken: it can be copied
+    report([Finding("ok", long)])
+    assert long in capsys.readouterr().out
     for bad in (["doctor", "--what"], ["conf"], ["smoke", "-n", "0"]):
         with pytest.raises(SystemExit) as caught:
             main(bad)
@@ -184,7 +193,7 @@ class TestSmoke:
     @pytest.mark.parametrize(
         ("fault", "where", "why"),
         [
-            ("1:accumulation:wrong", "accumulation: rank 1 got", "SmokeError"),
+            ("1:accumulation:wrong", "accumulation: rank 1 got", "AssertionError"),
             ("0:preemption:exit", "preemption: rank 0 has not done it", "exit code 9"),
         ],
     )
