@@ -13,24 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import multiprocessing
 import os
 import random
-import socket
 import tempfile
-import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_dp import LeanDDPStrategy
+from benchmarks.models import free_port
+from benchmarks.step_time import bare_trainer, quiet
 from lightning_dp.demos.bytes import BytesModule, read_corpus
 
 GLOBAL_BATCH = 16
@@ -88,34 +84,19 @@ def rank_main(rank, kind, world_size, window, port, steps, out):
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning_dp"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     micro = GLOBAL_BATCH // (world_size * window)
     pieces = sequences(steps).view(steps, window, world_size, micro, -1)
-    strategy = LeanDDPStrategy if kind == "lean_ddp" else DDPStrategy
-    trainer = pl.Trainer(
-        strategy=strategy(cluster_environment=LightningEnvironment()),
-        accelerator="cpu",
-        devices=world_size,
-        max_epochs=1,
-        accumulate_grad_batches=window,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     module = Language()
-    trainer.fit(module, DataLoader(pieces[:, :, rank].flatten(0, 1), batch_size=None))
+    with quiet():
+        kind = kind.removesuffix("_ddp")
+        trainer = bare_trainer(kind, world_size, accumulate_grad_batches=window)
+        trainer.fit(module, DataLoader(pieces[:, :, rank].flatten(0, 1), batch_size=None))
     if rank == 0:
         Path(out).write_text(json.dumps(module.curve))
 
 
 def run(kind, world_size, window, steps):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/curve.json"
         context = multiprocessing.get_context("spawn")

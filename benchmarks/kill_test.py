@@ -32,6 +32,7 @@ import torch
 
 from benchmarks import kill_training
 from benchmarks.kill_training import MOMENTS, SAMPLES, WAYS, Spec
+from benchmarks.models import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 15.0
@@ -69,11 +70,7 @@ def draw(rng: random.Random, root: str, index: int) -> Spec:
 
 def fork_ranks(spec: Spec, token: str) -> dict[int, int]:
     """Run one attempt on forked ranks; return their process numbers by rank."""
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     pids = {}
     for rank in range(spec.world_size):
         sys.stdout.flush()

@@ -1,6 +1,8 @@
-"""The models that are measured: what makes gradients small, many, large or late."""
+"""The models that are measured: what makes gradients small, many, large or late; and where ranks meet."""
 
 from __future__ import annotations
+
+import socket
 
 import lightning.pytorch as pl
 import torch
@@ -89,3 +91,10 @@ def job(name: str, size: int = 0) -> Job:
 
         return Job(BytesModule(), (torch.randint(0, 256, (16, 64)),))
     raise ValueError(f"no model {name!r}")
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens to."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]

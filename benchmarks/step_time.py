@@ -16,7 +16,6 @@ import gc
 import json
 import logging
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
-from benchmarks.models import job
+from benchmarks.models import free_port, job
 from lightning_dp import LeanDDPStrategy
 
 WARM_UP = 4
@@ -74,7 +73,7 @@ class Clock(pl.Callback):
             self.bytes, self.exposed = stats.bytes, stats.exposed_ms
 
 
-def bare_trainer(name, world_size, callback, device="cpu", **more):
+def bare_trainer(name, world_size, *callbacks, device="cpu", **more):
     """Make a Trainer that does nothing besides training: what is measured is the strategy ``name``."""
     return pl.Trainer(
         strategy=contender(name),
@@ -86,7 +85,7 @@ def bare_trainer(name, world_size, callback, device="cpu", **more):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[callback],
+        callbacks=list(callbacks),
         **more,
     )
 
@@ -94,7 +93,9 @@ def bare_trainer(name, world_size, callback, device="cpu", **more):
 def one_fit(name, model, steps, accumulate, world_size, device):
     module = job(model)
     clock = Clock(WARM_UP * accumulate)
-    trainer = bare_trainer(name, world_size, clock, device, accumulate_grad_batches=accumulate)
+    trainer = bare_trainer(
+        name, world_size, clock, device=device, accumulate_grad_batches=accumulate
+    )
     # What the fits before left would be collected in the midst of this one, on each rank at another step:
     # 0.2 s, more than ten steps of the small models.
     gc.collect()
@@ -207,9 +208,7 @@ def table(rows, args):
 
 def launch(args):
     """Start this script once per rank on this machine."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     ranks = []
     for rank in range(args.ranks):
         env = {
