@@ -111,7 +111,7 @@ class Source:
         if self.is_pure:
             total = sized(self.units) or 0
             if type(self.units) is SequentialSampler:
-                return SequentialOrder(total)
+                return SequentialOrder(range(total))
             return permutation(total, key)
         if replay and self._drawn == 0 and self._changes_by_itself():
             for epoch in range(key.epoch):

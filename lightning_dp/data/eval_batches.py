@@ -17,7 +17,7 @@ class EvalBatches(ShardedBatchSampler):
 
     Args:
         parts: What the user's loader is made of.
-        shard: This rank's place.
+        shard: This rank.
         epoch: Which order to begin with.
         idle_repeats: See :class:`EvalPlan`. False for prediction: idle ranks have nothing to do.
         agree: See :class:`ShardedBatchSampler`.
@@ -70,7 +70,7 @@ class EvalBatches(ShardedBatchSampler):
         self.is_even = self.is_exact = True
         self.is_ragged = True  # batches may have any length
         kept = max(0, rounds - 1) * world_size
-        last = order.block(range(kept, total)).read(0, total - kept)
+        last = order.read(kept, total)
         full, tail = last[: len(last) - rest], last[len(last) - rest :]
         if rest and (even := even_tail(full, tail, world_size)) is not None:
             full, tail = even
@@ -82,8 +82,7 @@ class EvalBatches(ShardedBatchSampler):
         elif rest:
             self.is_even = False
         mine = full[rank : rank + 1] + tail[rank : rank + 1]
-        self._own = order.block(range(rank, kept, world_size))
-        self._own_count = len(range(rank, kept, world_size))
+        self._own = order.part(range(rank, kept, world_size))
         self._own_last = mine
 
     def __len__(self) -> int:
@@ -95,7 +94,7 @@ class EvalBatches(ShardedBatchSampler):
     @property
     def _num_batches(self) -> int:
         if self.parts.source.batches:
-            return self._own_count + len(self._own_last)
+            return len(self._own) + len(self._own_last)
         return self.plan.batches(self.shard.rank)
 
     @property
@@ -116,8 +115,8 @@ class EvalBatches(ShardedBatchSampler):
 
     def _batches(self) -> Iterator[list[Any]]:
         if self.parts.source.batches:
-            for place in range(self._own_count):
-                yield self._own.read(place, place + 1)[0]
+            for number in range(len(self._own)):
+                yield self._own.read(number, number + 1)[0]
             yield from self._own_last
             return
         start = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
-from lightning_dp.data.order import Block, Order, mix
+from lightning_dp.data.order import Order, cut, mix
 
 _ROUNDS = 6
 _CHUNK = 1 << 13
@@ -34,13 +36,27 @@ class FeistelOrder(Order):
         # Multipliers and offsets below 2**31, as the hash needs.
         self._keys = [mix(key, turn) & 0x7FFFFFFF for turn in range(2 * _ROUNDS)]
         self._key = key
+        self._positions = range(total)
+        self._first, self._read_ahead = 0, torch.empty(0, dtype=torch.int64)
 
     def __len__(self) -> int:
-        return self._total
+        return len(self._positions)
 
-    def block(self, positions: range) -> Block:
+    def part(self, positions: range) -> FeistelOrder:
         """See :class:`Order`."""
-        return _FeistelBlock(self, positions)
+        part = copy.copy(self)
+        part._positions = cut(self._positions, positions)
+        part._first, part._read_ahead = 0, torch.empty(0, dtype=torch.int64)
+        return part
+
+    def read(self, start: int, stop: int) -> list[int]:
+        """See :class:`Order`. Computes a chunk at a time: one call for many batches."""
+        if start < self._first or stop > self._first + self._read_ahead.numel():
+            chunk = self._positions[start : max(stop, start + _CHUNK)]
+            places = torch.arange(chunk.start, chunk.stop, chunk.step, dtype=torch.int64)
+            self._first, self._read_ahead = start, self.at(places)
+        numbers: list[int] = self._read_ahead[start - self._first : stop - self._first].tolist()
+        return numbers
 
     def fingerprint(self) -> int:
         """See :class:`Order`."""
@@ -78,21 +94,3 @@ def _hash(part: Tensor, add: int, multiply: int) -> Tensor:
     mixed ^= mixed >> 16
     mixed.bitwise_and_(0x7FFFFFFF).mul_(multiply)
     return mixed.bitwise_xor_(mixed >> 29)
-
-
-class _FeistelBlock(Block):
-    """Numbers of one rank, computed a chunk at a time: one call for many batches."""
-
-    def __init__(self, order: FeistelOrder, positions: range) -> None:
-        self._order = order
-        self._positions = positions
-        self._first = 0
-        self._numbers = torch.empty(0, dtype=torch.int64)
-
-    def read(self, start: int, stop: int) -> list[int]:
-        if start < self._first or stop > self._first + self._numbers.numel():
-            part = self._positions[start : max(stop, start + _CHUNK)]
-            places = torch.arange(part.start, part.stop, part.step, dtype=torch.int64)
-            self._first, self._numbers = start, self._order.at(places)
-        numbers: list[int] = self._numbers[start - self._first : stop - self._first].tolist()
-        return numbers

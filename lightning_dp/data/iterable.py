@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
-from lightning_dp.data.batch_hash import NOTHING
+from lightning_dp.data.content_hash import NOTHING
 from lightning_dp.data.draw import sized
 from lightning_dp.data.loader import copy_loader
 

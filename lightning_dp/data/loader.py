@@ -26,7 +26,7 @@ Collective: called on every rank, in the same order, when a pass begins.
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's place among those that share the data.
+    """A rank among those that share the data.
 
     Attributes:
         rank: From 0 to ``world_size - 1``.
@@ -45,7 +45,7 @@ class RankSampler(DistributedSampler[Any]):
     Args:
         owner: Makes the batches.
         dataset: The loader's dataset.
-        shard: This rank's place.
+        shard: This rank.
         epoch_targets: The user's objects that have a ``set_epoch`` of their own.
     """
 
@@ -87,7 +87,7 @@ class ShardedBatchSampler(Sampler[Any]):
 
     Args:
         parts: What the user's loader is made of.
-        shard: This rank's place.
+        shard: This rank.
         agree: Compares a drawn order across ranks; ``None`` trusts this rank's.
     """
 
@@ -158,16 +158,26 @@ class LoaderParts:
 
     @property
     def epoch_targets(self) -> list[Any]:
-        """The user's objects with a ``set_epoch``: dataset, batch sampler, and both samplers, once each."""
+        """The user's objects with a ``set_epoch``: dataset, batch sampler, and both samplers, once each.
+
+        Not the dataset of a loader with a state of its own: that loader counts epochs, and its dataset
+        may take another word for the beginning of a new one.
+        """
         batch_sampler = self.loader.batch_sampler
         candidates = [
-            self.loader.dataset,
+            None if is_stateful(self.loader) else self.loader.dataset,
             self.loader.sampler,
             batch_sampler,
             getattr(batch_sampler, "sampler", None),
         ]
         found = {id(each): each for each in candidates}
         return [each for each in found.values() if callable(getattr(each, "set_epoch", None))]
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether the user's loader can say where it is, and go on from there."""
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(type(loader), name, None)) for name in names)
 
 
 def original(loader: DataLoader[Any]) -> DataLoader[Any]:

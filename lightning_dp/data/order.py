@@ -13,7 +13,7 @@ import hashlib
 import pickle
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,62 +60,45 @@ class OrderKey:
         return mix(self.seed, self.epoch, self.pass_index)
 
 
-class Block(ABC):
-    """Some units of an order, read piece by piece."""
-
-    @abstractmethod
-    def read(self, start: int, stop: int) -> list[Any]:
-        """Return the units ``start`` to ``stop - 1`` of this block."""
-
-
 class Order(ABC):
-    """All units of one pass, in order."""
+    """Units in order: all of one pass, or a rank's part of them."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def block(self, positions: range) -> Block:
+    def part(self, positions: range) -> Order:
         """Return the units at ``positions`` (all below ``len(self)``), in no more memory than they need."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> list[Any]:
+        """Return the units ``start`` to ``stop - 1``."""
 
     @abstractmethod
     def fingerprint(self) -> int:
         """Return an integer below 2**63 that differs, but for bad luck, between different orders."""
 
 
-class _RangeBlock(Block):
-    def __init__(self, positions: range) -> None:
-        self._positions = positions
-
-    def read(self, start: int, stop: int) -> list[int]:
-        return list(self._positions[start:stop])
-
-
 class SequentialOrder(Order):
-    """0, 1, 2, ... Needs no memory."""
+    """An arithmetic sequence, such as 0, 1, 2, ... Needs no memory."""
 
-    def __init__(self, total: int) -> None:
-        self._total = total
+    def __init__(self, numbers: range) -> None:
+        self._numbers = numbers
 
     def __len__(self) -> int:
-        return self._total
+        return len(self._numbers)
 
-    def block(self, positions: range) -> Block:
+    def part(self, positions: range) -> SequentialOrder:
         """See :class:`Order`."""
-        return _RangeBlock(positions)
+        return SequentialOrder(cut(self._numbers, positions))
+
+    def read(self, start: int, stop: int) -> list[int]:
+        """See :class:`Order`."""
+        return list(self._numbers[start:stop])
 
     def fingerprint(self) -> int:
         """See :class:`Order`."""
-        return mix(1, self._total)
-
-
-class _TensorBlock(Block):
-    def __init__(self, indices: Tensor) -> None:
-        self._indices = indices
-
-    def read(self, start: int, stop: int) -> list[int]:
-        indices: list[int] = self._indices[start:stop].tolist()
-        return indices
+        return mix(1, len(self._numbers))
 
 
 class TensorOrder(Order):
@@ -127,10 +110,15 @@ class TensorOrder(Order):
     def __len__(self) -> int:
         return self.indices.numel()
 
-    def block(self, positions: range) -> Block:
+    def part(self, positions: range) -> TensorOrder:
         """See :class:`Order`."""
         # A copy: a strided view would keep all ranks' indices alive for the whole epoch.
-        return _TensorBlock(self.indices[positions.start : positions.stop : positions.step].clone())
+        return TensorOrder(cut(self.indices, positions).clone())
+
+    def read(self, start: int, stop: int) -> list[int]:
+        """See :class:`Order`."""
+        indices: list[int] = self.indices[start:stop].tolist()
+        return indices
 
     def fingerprint(self) -> int:
         """See :class:`Order`."""
@@ -140,42 +128,26 @@ class TensorOrder(Order):
 class RaggedOrder(Order):
     """Batches of indices of different lengths, as one flat tensor and the places where batches begin."""
 
-    def __init__(self, flat: Tensor, offsets: Tensor) -> None:
+    def __init__(self, flat: Tensor, offsets: Tensor, batches: range | None = None) -> None:
         self.flat = flat
         self.offsets = offsets
+        self._batches = range(offsets.numel() - 1) if batches is None else batches
 
     def __len__(self) -> int:
-        return self.offsets.numel() - 1
+        return len(self._batches)
 
-    def block(self, positions: range) -> Block:
+    def part(self, positions: range) -> RaggedOrder:
         """See :class:`Order`."""
-        return _RaggedBlock(self.flat, self.offsets, positions)
+        return RaggedOrder(self.flat, self.offsets, cut(self._batches, positions))
+
+    def read(self, start: int, stop: int) -> list[list[int]]:
+        """See :class:`Order`."""
+        bounds = [self.offsets[at : at + 2].tolist() for at in self._batches[start:stop]]
+        return [self.flat[first:last].tolist() for first, last in bounds]
 
     def fingerprint(self) -> int:
         """See :class:`Order`."""
         return mix(3, len(self), _digest(self.flat), _digest(self.offsets))
-
-
-class _RaggedBlock(Block):
-    def __init__(self, flat: Tensor, offsets: Tensor, positions: range) -> None:
-        self._flat = flat
-        self._offsets = offsets
-        self._positions = positions
-
-    def read(self, start: int, stop: int) -> list[list[int]]:
-        batches = []
-        for place in self._positions[start:stop]:
-            first, last = self._offsets[place : place + 2].tolist()
-            batches.append(self._flat[first:last].tolist())
-        return batches
-
-
-class _ListBlock(Block):
-    def __init__(self, units: Sequence[Any]) -> None:
-        self._units = units
-
-    def read(self, start: int, stop: int) -> list[Any]:
-        return list(self._units[start:stop])
 
 
 class ListOrder(Order):
@@ -187,9 +159,13 @@ class ListOrder(Order):
     def __len__(self) -> int:
         return len(self.units)
 
-    def block(self, positions: range) -> Block:
+    def part(self, positions: range) -> ListOrder:
         """See :class:`Order`."""
-        return _ListBlock(self.units[positions.start : positions.stop : positions.step])
+        return ListOrder(cut(self.units, positions))
+
+    def read(self, start: int, stop: int) -> list[Any]:
+        """See :class:`Order`."""
+        return self.units[start:stop]
 
     def fingerprint(self) -> int:
         """See :class:`Order`."""
@@ -200,6 +176,11 @@ class ListOrder(Order):
             except Exception:  # any object may refuse, in any way; the length still counts
                 digest.update(b"?")
         return mix(4, len(self.units), int.from_bytes(digest.digest(), "little"))
+
+
+def cut(units: Any, positions: range) -> Any:
+    """Return ``units`` (a range, list or tensor) at ascending ``positions``."""
+    return units[positions.start : positions.stop : positions.step]
 
 
 def collect(units: Iterable[Any]) -> Order:
@@ -224,8 +205,8 @@ def collect_batches(batches: Iterable[Any]) -> Order:
             flat.extend(batch)
         except TypeError:
             del flat[offsets[-1] :]  # the integers before the one that was none
-            whole = _RaggedBlock(_as_tensor(flat), _as_tensor(offsets), range(len(offsets) - 1))
-            return ListOrder([*whole.read(0, len(offsets) - 1), batch, *map(list, iterator)])
+            whole = RaggedOrder(_as_tensor(flat), _as_tensor(offsets))
+            return ListOrder([*whole.read(0, len(whole)), batch, *map(list, iterator)])
         offsets.append(len(flat))
     return RaggedOrder(_as_tensor(flat), _as_tensor(offsets))
 

@@ -30,15 +30,13 @@ class Share:
         total = len(order)
         inside = positions[: len(range(positions.start, total, positions.step))]
         self._inside = len(inside)
-        self._block = order.block(inside)
-        self._again = [
-            order.block(range(place % total, place % total + 1)).read(0, 1)[0]
-            for place in positions[self._inside :]
-        ]
+        self._part = order.part(inside)
+        heads = [position % total for position in positions[self._inside :]]
+        self._again = [order.read(head, head + 1)[0] for head in heads]
 
     def read(self, start: int, stop: int) -> list[Any]:
         """Return the units ``start`` to ``stop - 1`` of this share."""
         if stop <= self._inside:
-            return self._block.read(start, stop)
-        units = self._block.read(start, self._inside) if start < self._inside else []
+            return self._part.read(start, stop)
+        units = self._part.read(start, self._inside) if start < self._inside else []
         return units + self._again[max(0, start - self._inside) : stop - self._inside]

@@ -19,9 +19,9 @@ class StreamBatches(ShardedBatchSampler):
 
     Args:
         parts: What the user's loader is made of.
-        shard: This rank's place.
+        shard: This rank.
         start: Where the first pass begins; units before it are drawn and dropped, never loaded.
-        progress: See :class:`TrainBatches`.
+        begun: See :class:`TrainBatches`.
         training: Whether ranks must make equal steps.
     """
 
@@ -30,25 +30,22 @@ class StreamBatches(ShardedBatchSampler):
         parts: LoaderParts,
         shard: Shard,
         start: Cursor | None = None,
-        progress: Callable[[], int | None] = lambda: None,
+        begun: Callable[[], int] = lambda: 0,
         *,
         training: bool = True,
     ) -> None:
         super().__init__(parts, shard)
         self.start = start or Cursor()
-        self.begins_at: int | None = None
         self.sampler.set_epoch(self.start.epoch)
-        self._progress = progress
+        self._begun = begun
         self._training = training
         self.is_even = self.is_exact = True  # as far as anybody knows
         self.is_ragged = not training
 
     def cursor_after(self, epoch: int, batches: int) -> Cursor:
-        """Return the cursor when ``batches`` batches of ``epoch`` are trained, resumed ones included."""
-        start = self.start if epoch == self.start.epoch else Cursor(epoch)
-        first = self.first_batch if self.begins_at is None else self.begins_at
-        since = batches - first if epoch == self.start.epoch else batches
-        return Cursor(epoch, 0, start.consumed + max(0, since) * self._round)
+        """Return the cursor after ``batches`` batches of ``epoch``, since ``start`` in its epoch."""
+        consumed = self.start.consumed if epoch == self.start.epoch else 0
+        return Cursor(epoch, 0, consumed + max(0, batches) * self._round)
 
     @property
     def first_batch(self) -> int:
@@ -61,11 +58,11 @@ class StreamBatches(ShardedBatchSampler):
 
     def __iter__(self) -> Iterator[list[Any]]:
         epoch = self.sampler.epoch
-        again = bool(self._progress())
-        start = self.start if epoch == self.start.epoch and not again else Cursor(epoch)
+        again = self._begun() > 0
+        consumed = self.start.consumed if epoch == self.start.epoch and not again else 0
         key = OrderKey(self.shard.seed, epoch)
-        self.seed_workers(key, start.consumed)
-        return self._batches(islice(self.parts.source.stream(key), start.consumed, None))
+        self.seed_workers(key, consumed)
+        return self._batches(islice(self.parts.source.stream(key), consumed, None))
 
     def _batches(self, units: Iterator[Any]) -> Iterator[list[Any]]:
         rank, world_size = self.shard.rank, self.shard.world_size

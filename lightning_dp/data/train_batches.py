@@ -17,15 +17,11 @@ class TrainBatches(ShardedBatchSampler):
 
     Args:
         parts: What the user's loader is made of.
-        shard: This rank's place.
+        shard: This rank.
         start: Where the first pass begins.
-        progress: Returns how many batches of the running epoch were begun, or ``None`` as long as
-            nothing was trained since this loader was made. Tells a new pass from one asked for twice.
+        begun: Returns how many batches of the running epoch were begun, since ``start`` in its epoch.
+            Tells a new pass from one asked for twice.
         agree: See :class:`ShardedBatchSampler`.
-
-    Attributes:
-        begins_at: The number, within its epoch, of the first batch after ``start``; ``None`` for what
-            this loader by itself would say, which is another one where it is cycled beside a longer one.
 
     Collective: creation and each ``iter()`` may compare orders across ranks (``agree``).
     """
@@ -35,13 +31,12 @@ class TrainBatches(ShardedBatchSampler):
         parts: LoaderParts,
         shard: Shard,
         start: Cursor | None = None,
-        progress: Callable[[], int | None] = lambda: None,
+        begun: Callable[[], int] = lambda: 0,
         agree: Agree | None = None,
     ) -> None:
         super().__init__(parts, shard, agree)
         self.start = start or Cursor()
-        self.begins_at: int | None = None
-        self._progress = progress
+        self._begun = begun
         self.sampler.set_epoch(self.start.epoch)
         self._open(self.start)
 
@@ -76,21 +71,14 @@ class TrainBatches(ShardedBatchSampler):
         return self._plan(min(self.start.consumed, self.total)).first_batch
 
     def cursor_after(self, epoch: int, batches: int) -> Cursor:
-        """Return the cursor when ``batches`` batches of ``epoch`` are trained, resumed ones included."""
-        start, first_batch = self._begin_of(epoch)
+        """Return the cursor after ``batches`` batches of ``epoch``, since ``start`` in its epoch."""
+        start = self.start if epoch == self.start.epoch else Cursor(epoch)
         plan = self._plan(min(start.consumed, self.total))
-        since = batches - first_batch
-        if since < max(1, plan.batches):
-            return Cursor(epoch, start.pass_index, plan.consumed_after(max(0, since)))
+        if batches < max(1, plan.batches):
+            return Cursor(epoch, start.pass_index, plan.consumed_after(max(0, batches)))
         whole = self._plan(0)
-        passes, rest = divmod(since - plan.batches, max(1, whole.whole_batches))
+        passes, rest = divmod(batches - plan.batches, max(1, whole.whole_batches))
         return Cursor(epoch, start.pass_index + 1 + passes, whole.consumed_after(rest))
-
-    def _begin_of(self, epoch: int) -> tuple[Cursor, int]:
-        """Where an epoch begins for us, and the number of its first batch there."""
-        if epoch != self.start.epoch:
-            return Cursor(epoch), 0
-        return self.start, self.first_batch if self.begins_at is None else self.begins_at
 
     def hash_of(self, cursor: Cursor) -> int:
         """Return the hash of the order of ``cursor``'s pass; 0 if that pass was not drawn."""
@@ -104,7 +92,7 @@ class TrainBatches(ShardedBatchSampler):
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Not a generator itself: the order must be drawn and the workers seeded when iter() is called.
-        cursor = self._next_pass()
+        cursor = self._start_of_pass()
         if cursor != self._cursor:
             self._open(cursor)
         self.seed_workers(
@@ -112,12 +100,11 @@ class TrainBatches(ShardedBatchSampler):
         )
         return self._batches(self._share, self.num_units)
 
-    def _next_pass(self) -> Cursor:
-        epoch, started = self.sampler.epoch, self._progress()
-        begin, first_batch = self._begin_of(epoch)
-        if started is None or started <= first_batch:
-            return begin
-        return self.cursor_after(epoch, started)
+    def _start_of_pass(self) -> Cursor:
+        epoch, begun = self.sampler.epoch, self._begun()
+        if begun > 0:
+            return self.cursor_after(epoch, begun)
+        return self.start if epoch == self.start.epoch else Cursor(epoch)
 
     def _batches(self, share: Share, count: int) -> Iterator[list[Any]]:
         whole_batches = self.parts.source.batches

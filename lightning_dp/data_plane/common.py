@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_dp.data.content_hash import selection_hash
 from lightning_dp.data.draw import sized
 from lightning_dp.data.loader import LoaderParts, Shard, is_sharded_by_user
 from lightning_dp.data_plane.exchange import OrderAgreement
@@ -66,8 +67,8 @@ class Ranks:
         """Take a user's loader apart, with the batch size of one rank.
 
         Raises:
-            ConfigError: The datasets of the ranks differ in length, or a global batch size is not a
-                multiple of the number of ranks.
+            ConfigError: The datasets of the ranks differ in length or in the indices they select, or a
+                global batch size is not a multiple of the number of ranks.
 
         Collective: every rank, for each loader in turn. Blocks.
         """
@@ -95,13 +96,25 @@ class Ranks:
         return divide_batch(size, ranks)
 
     def _compare(self, parts: LoaderParts) -> None:
-        lengths = self.group.all_gather_object(sized(parts.loader.dataset))
+        dataset = parts.loader.dataset
+        seen = self.group.all_gather_object((sized(dataset), selection_hash(dataset)))
+        if len(set(seen)) == 1:
+            return
+        name, lengths = type(dataset).__name__, [length for length, _ in seen]
         if len(set(lengths)) > 1:
-            raise ConfigError(
-                f"The dataset ({type(parts.loader.dataset).__name__}) has another length on each rank:"
-                f" {lengths} by rank. Shards are taken from one dataset that all ranks hold. Where each"
-                " rank has files of its own, pass Trainer(use_distributed_sampler=False)."
+            differs = f"The dataset ({name}) has another length on each rank: {lengths} by rank."
+        else:
+            others = [rank for rank, each in enumerate(seen) if each != seen[0]]
+            differs = (
+                f"The dataset ({name}) differs between ranks: its indices select other samples on rank(s)"
+                f" {others} than on rank 0. Was it split at random, without a seed? Split alike on all"
+                " ranks: random_split(..., generator=torch.Generator().manual_seed(0)), or"
+                " seed_everything() before."
             )
+        raise ConfigError(
+            f"{differs} Shards are taken from one dataset that all ranks hold. Where each rank has data"
+            " of its own, pass Trainer(use_distributed_sampler=False)."
+        )
 
 
 def divide_batch(size: int, ranks: int) -> int:

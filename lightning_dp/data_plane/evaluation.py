@@ -20,6 +20,7 @@ from lightning_dp.data_plane.common import Ranks
 from lightning_dp.data_plane.streams import prepare_stream
 from lightning_dp.errors import ConfigError, UnevenShardError
 from lightning_dp.internals import loaders as loader_seams
+from lightning_dp.internals.collectives import collectives_checked
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -42,7 +43,7 @@ class EvaluationData:
         self._trainer = trainer
         self._sets: dict[str, list[_Batches]] = {}
         self._in_step = False
-        self._said_padding = False
+        self._said_padding = self._warned_metrics = False
 
     # Loaders
 
@@ -75,7 +76,7 @@ class EvaluationData:
         self, loader: DataLoader[Any], predicts: bool
     ) -> EvalBatches | TrainBatches | StreamBatches:
         ranks = self._ranks
-        epoch = loader_seams.position(self._trainer).epoch
+        epoch = loader_seams.loop_progress(self._trainer).epoch
         parts = ranks.parts(loader, training=False)
         if parts.source.length is None:
             return StreamBatches(parts, ranks.shard, Cursor(epoch), training=False)
@@ -122,12 +123,40 @@ class EvaluationData:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around ``validation_step`` and ``test_step``."""
+        """Around ``validation_step`` and ``test_step``: refuse collectives in uneven numbers of steps.
+
+        Metrics that synchronise in each step (``dist_sync_on_step``) do so only at the epoch's end then.
+        """
         self._in_step = True
+        try:
+            if self._is_even:
+                yield
+            else:
+                with self._local_metrics(), collectives_checked(self.check_step):
+                    yield
+        finally:
+            self._in_step = False
+
+    @contextmanager
+    def _local_metrics(self) -> Iterator[None]:
+        modules = self._trainer.lightning_module.modules()
+        metrics = [each for each in modules if getattr(each, "dist_sync_on_step", None) is True]
+        if metrics and not self._warned_metrics:
+            self._warned_metrics = True
+            if self._ranks.shard.rank == 0:
+                log.warning(
+                    "lean_ddp: the ranks make different numbers of %s steps: with dist_sync_on_step=True"
+                    " %s shows each rank's own value in a step; its value of the epoch is that of all.",
+                    stage_of(self._trainer),
+                    type(metrics[0]).__name__,
+                )
+        for metric in metrics:
+            vars(metric)["dist_sync_on_step"] = False
         try:
             yield
         finally:
-            self._in_step = False
+            for metric in metrics:
+                vars(metric)["dist_sync_on_step"] = True
 
     def check_step(self, what: str) -> None:
         """Refuse a collective in a step that not all ranks make.
@@ -140,8 +169,9 @@ class EvaluationData:
         raise UnevenShardError(
             f"{what} was called inside {stage_of(self._trainer)}_step, but the ranks make different"
             " numbers of steps here: some would wait for ever. With a batch size of 1, or fewer samples"
-            " than ranks, the numbers differ by one. Log with on_step=False, on_epoch=True, gather in the"
-            " epoch-end hook, use a larger batch, or choose eval_tail='pad'."
+            " than ranks, the numbers differ by one. Log with on_step=False, on_epoch=True, gather and"
+            " compute metrics in the epoch-end hook, use a larger batch, or choose"
+            " eval_tail='pad'."
         )
 
     def padded(self, tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""What ranks tell each other about their data, over a small group of its own on the CPU."""
+"""What ranks send each other about their data, over a small group of its own on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dp.data.batch_hash import batch_fingerprint
+from lightning_dp.data.content_hash import content_hash
 from lightning_dp.data.order import Order
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.errors import ConfigError, UnevenShardError
@@ -97,8 +97,8 @@ class OrderAgreement:
         return agreed
 
 
-class GroupAlignment:
-    """Stops all ranks at the same step, for loaders whose end nobody knows; see ``data.align``.
+class GroupJoin:
+    """Stops all ranks at the same step, for loaders whose end nobody knows; see ``data.join``.
 
     Args:
         group: Who takes part.
@@ -131,7 +131,7 @@ class GroupAlignment:
         if self._looked or self._same_data not in ("warn", "error"):
             return
         self._looked = True
-        prints = gather_integers(self._group, batch_fingerprint(batch))
+        prints = gather_integers(self._group, content_hash(batch))
         seen = [value for value in prints if value]
         if len(seen) < 2 or len(set(seen)) == len(seen):
             return

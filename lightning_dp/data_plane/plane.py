@@ -19,9 +19,7 @@ from lightning_dp.data_plane.common import Ranks, log
 from lightning_dp.data_plane.evaluation import EvaluationData, stage_of
 from lightning_dp.data_plane.exchange import OrderAgreement, agree_on_seed, open_group
 from lightning_dp.data_plane.options import DataOptions
-from lightning_dp.data_plane.place import place, tell_batch_size
 from lightning_dp.data_plane.resume import Resume
-from lightning_dp.data_plane.save import end, save
 from lightning_dp.data_plane.training import TrainingData
 from lightning_dp.internals import loaders as loader_seams
 from lightning_dp.internals import trainer as trainer_seams
@@ -80,7 +78,7 @@ class DataPlane:
         self._forget()
         self._training, self._give_back = training, None
 
-    def _meet(self) -> Ranks:
+    def _open(self) -> Ranks:
         if self._ranks is None:
             group = open_group(self._timeout)
             seed = agree_on_seed(group, self._seed())
@@ -105,7 +103,13 @@ class DataPlane:
     # Loaders
 
     def barrier(self, name: object) -> None:
-        """Take note of a barrier: Lightning announces a new set of loaders by one. Local."""
+        """Take note of a barrier. Local.
+
+        [Note: how a set of loaders is announced] Lightning asks for loaders one by one, through
+        ``process_dataloader``, and nothing in its hooks says that the first of a new set is next, nor how
+        many there are. The barrier that it calls before, by name, is the one public call at that moment.
+        Where a version calls it otherwise, training still sees a new set once it has trained on the old.
+        """
         if self._trainer is None or not loader_seams.is_new_set_of_loaders(name):
             return
         stage = stage_of(self._trainer)
@@ -129,23 +133,23 @@ class DataPlane:
     def _train_data(self) -> TrainingData:
         assert self._trainer is not None
         if self._training is None or self._training.ranks is not self._ranks:
-            self._training = TrainingData(self._meet(), self._trainer, self._resume)
+            self._training = TrainingData(self._open(), self._trainer, self._resume)
         return self._training
 
     def _eval_data(self) -> EvaluationData:
         assert self._trainer is not None
         if self._evaluation is None:
-            self._evaluation = EvaluationData(self._meet(), self._trainer)
+            self._evaluation = EvaluationData(self._open(), self._trainer)
         return self._evaluation
 
     # Training
 
     def begin_training(self) -> None:
-        """When training starts: place the loops of a resumed run, and say what a step consists of."""
+        """When training starts: restore a resumed run's position, and say what a step consists of."""
         if self._training is None:
             return
-        place(self._training)
-        tell_batch_size(self._training)
+        self._training.restore_position()
+        self._training.report_batch_size()
         if self.options.rank_rng == "all":
             shard = self._training.ranks.shard
             seed = mix(shard.seed, self._training.current_epoch(), shard.rank)
@@ -160,7 +164,7 @@ class DataPlane:
     def end_training(self) -> None:
         """When training has ended. Collective: every rank if a training loader is stateful."""
         if self._training is not None:
-            end(self._training)
+            self._training.end()
 
     # Checkpoints
 
@@ -174,8 +178,8 @@ class DataPlane:
 
         Collective: every rank if a training loader is stateful, unless training is failing.
         """
-        if self._training is not None and self._training.entries:
-            save(self._training, checkpoint, waiting)
+        if self._training is not None:
+            self._training.save(checkpoint, waiting)
 
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Remember where a loaded checkpoint says training is. Local."""

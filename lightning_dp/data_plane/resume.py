@@ -9,7 +9,7 @@ from typing import Any
 from lightning_dp.data.loader import LoaderParts, Shard
 from lightning_dp.data.shard import TrainPlan
 from lightning_dp.data.share import Cursor
-from lightning_dp.data.state import DataState
+from lightning_dp.data.state import DataState, LoaderState
 from lightning_dp.internals import loaders as loader_seams
 
 
@@ -46,7 +46,7 @@ class Resume:
         state = DataState.from_checkpoint(saved) if saved is not None else None
         if state is not None:
             return cls(state.epoch, state.batches, state)
-        at = loader_seams.saved_position(checkpoint)
+        at = loader_seams.saved_progress(checkpoint)
         if at is None:
             return None
         if at.is_over():
@@ -72,16 +72,27 @@ class Resume:
         passes, rest = divmod(self.batches, max(1, plan.whole_batches))
         return Cursor(self.epoch, passes, plan.consumed_after(rest)), None
 
+    def order_hash(self, number: int) -> int:
+        """The hash of loader ``number``'s order; 0 if it is not known."""
+        saved = self._saved(number)
+        return saved.order_hash if saved is not None else 0
+
+    def has_batch_size(self, number: int, size: int) -> bool:
+        """Whether loader ``number`` had batches of ``size``, as far as is known."""
+        saved = self._saved(number)
+        return saved is None or saved.batch_size == size
+
+    def _saved(self, number: int) -> LoaderState | None:
+        loaders = self.state.loaders if self.state is not None else ()
+        return loaders[number] if number < len(loaders) else None
+
     # States of loaders that keep their own
 
-    @property
-    def has_states(self) -> bool:
-        """Whether the checkpoint holds states of stateful loaders."""
-        return bool(self.foreign_states) or bool(self.state and any(self.state.loader_states))
-
     def states(self, number: int) -> list[Any]:
-        """The states of loader ``number``, by rank of those who wrote the checkpoint."""
-        ranks = self.state.loader_states if self.state is not None else ()
+        """The states of loader ``number`` by rank of the checkpoint; none at an epoch's head."""
+        ranks = (
+            self.state.loader_states if self.state is not None and not self.is_epoch_start else ()
+        )
         return [states[number] for states in ranks if number in states]
 
     def own_state(self, number: int, nth_stateful: int, shard: Shard) -> Any:
@@ -90,7 +101,7 @@ class Resume:
         Args:
             number: The loader, among all.
             nth_stateful: Among the stateful ones.
-            shard: This rank's place.
+            shard: This rank.
         """
         if self.is_epoch_start:
             return None

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_dp.data.align import align
 from lightning_dp.data.draw import sized
 from lightning_dp.data.iterable import EpochSampler, shard_iterable
-from lightning_dp.data.loader import LoaderParts, copy_loader
+from lightning_dp.data.join import join_ends
+from lightning_dp.data.loader import LoaderParts, copy_loader, is_stateful
 from lightning_dp.data_plane.common import Ranks, divide_batch
-from lightning_dp.data_plane.exchange import GroupAlignment
+from lightning_dp.data_plane.exchange import GroupJoin
 from lightning_dp.errors import UnevenShardError
 
 
@@ -22,7 +22,13 @@ def is_stream(loader: Any) -> bool:
 
 
 def prepare_stream(
-    loader: Any, ranks: Ranks, trained: Callable[[], int], keep: int, *, training: bool
+    loader: Any,
+    ranks: Ranks,
+    trained: Callable[[], int],
+    keep: int,
+    *,
+    training: bool,
+    state: Any = None,
 ) -> Any:
     """Return what to iterate over in the place of ``loader``.
 
@@ -32,6 +38,7 @@ def prepare_stream(
         trained: Returns how many batches were trained so far.
         keep: How many batches back a stateful loader's state must be known.
         training: Whether all ranks must make equal steps.
+        state: Given to a stateful loader when its first pass begins.
 
     Raises:
         UnevenShardError: Lengths differ between ranks, and that is an error.
@@ -53,13 +60,13 @@ def prepare_stream(
         return loader
     length = _common_length(loader, ranks, name, advice)
     by_user = isinstance(loader, DataLoader) and not is_stream(loader)
-    if by_user and length is None:
-        return loader  # its length is known, and the same everywhere
-    alignment = None
-    if ranks.world_size > 1:
+    join = None
+    if ranks.world_size > 1 and not (by_user and length is None):  # else all know the length
         same_data = "off" if ranks.hands_off or by_user else options.iterable
-        alignment = GroupAlignment(ranks.group, options.uneven_train, same_data, name, advice)
-    return align(loader, trained, alignment, length, keep)
+        join = GroupJoin(ranks.group, options.uneven_train, same_data, name, advice)
+    if join is None and not is_stateful(loader):
+        return loader
+    return join_ends(loader, trained, join, length, keep, state)
 
 
 def _advice(loader: Any, ranks: Ranks) -> str:

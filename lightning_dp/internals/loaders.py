@@ -70,7 +70,7 @@ def is_new_set_of_loaders(barrier_name: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Position:
+class LoopProgress:
     """Where the fit loop is.
 
     Attributes:
@@ -90,19 +90,19 @@ class Position:
         return self.done > 0 and self.begun == self.done and (self.is_last or self.done >= length)
 
 
-def position(trainer: pl.Trainer) -> Position:
+def loop_progress(trainer: pl.Trainer) -> LoopProgress:
     """Read the fit loop's counters. Falls back to the Trainer's public epoch, at its start."""
     try:
         fit_loop: Any = trainer.fit_loop
         batches = fit_loop.epoch_loop.batch_progress
-        return Position(
+        return LoopProgress(
             epoch=fit_loop.epoch_progress.current.processed,
             begun=batches.current.ready,
             done=batches.current.processed,
             is_last=bool(batches.is_last_batch),
         )
     except AttributeError:
-        return Position(epoch=getattr(trainer, "current_epoch", 0))
+        return LoopProgress(epoch=getattr(trainer, "current_epoch", 0))
 
 
 def combination_mode(trainer: pl.Trainer) -> str:
@@ -126,7 +126,7 @@ def set_reload_epoch(trainer: pl.Trainer, epoch: int) -> None:
 # -- Where a resumed run begins
 
 
-def place_fit_loop(trainer: pl.Trainer, epoch: int, first_batch: int, length: float) -> bool:
+def restore_fit_loop(trainer: pl.Trainer, epoch: int, first_batch: int, length: float) -> bool:
     """Let training begin at ``first_batch`` of ``epoch``, whatever the checkpoint's counters say.
 
     To be called when training starts: counters are restored by then, and not yet read. Three cases,
@@ -197,13 +197,13 @@ def _fit_loop_state(checkpoint: Mapping[str, Any]) -> MutableMapping[str, Any] |
     return state if isinstance(state, MutableMapping) else None
 
 
-def saved_position(checkpoint: Mapping[str, Any]) -> Position | None:
+def saved_progress(checkpoint: Mapping[str, Any]) -> LoopProgress | None:
     """Read the fit loop's counters out of a checkpoint; ``None`` if it holds none."""
     try:
         state: Any = _fit_loop_state(checkpoint)
         epochs = state["epoch_progress"]["current"]
         batches = state["epoch_loop.batch_progress"]
-        return Position(
+        return LoopProgress(
             epoch=int(epochs["processed"]),
             begun=int(batches["current"]["ready"]),
             done=int(batches["current"]["processed"]),

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Subset,
+    TensorDataset,
 )
 
-from lightning_dp.data.align import align, is_stateful
-from lightning_dp.data.batch_hash import NOTHING, batch_fingerprint
+from lightning_dp.data.content_hash import NOTHING, content_hash, selection_hash
 from lightning_dp.data.eval_batches import EvalBatches
 from lightning_dp.data.iterable import ShardedIterable
+from lightning_dp.data.join import join_ends
 from lightning_dp.data.loader import (
     LoaderParts,
     RankSampler,
@@ -25,6 +34,7 @@ from lightning_dp.data.loader import (
     copy_loader,
     give_batches,
     is_sharded_by_user,
+    is_stateful,
     original,
 )
 from lightning_dp.data.share import Cursor
@@ -39,8 +49,8 @@ from lightning_dp.errors import ConfigError
 ALONE = ReplicaGroup(None, 0, 1, torch.device("cpu"))
 
 
-def train(loader, rank=0, world_size=2, start=None, progress=lambda: None, seed=0):
-    return TrainBatches(LoaderParts.of(loader), Shard(rank, world_size, seed), start, progress)
+def train(loader, rank=0, world_size=2, start=None, begun=lambda: 0, seed=0):
+    return TrainBatches(LoaderParts.of(loader), Shard(rank, world_size, seed), start, begun)
 
 
 # Loaders
@@ -145,11 +155,9 @@ def test_a_cut_pass_goes_on_in_the_same_order(n, size, world, other, cut, shuffl
 
 def test_passes_are_counted_by_what_was_trained():
     """Asking for an iterator twice is not a second pass; using the first one up and more is."""
-    begun = None
-    batches = train(DataLoader(range(8), batch_size=2, shuffle=True), progress=lambda: begun)
-    first = list(batches)
-    assert list(batches) == first
     begun = 0
+    batches = train(DataLoader(range(8), batch_size=2, shuffle=True), begun=lambda: begun)
+    first = list(batches)
     assert list(batches) == first
     begun = 2
     second = list(batches)
@@ -217,17 +225,88 @@ class Keeps:
 def test_the_state_is_the_one_of_what_was_trained():
     trained = 0
     loader = Keeps()
-    stand = align(loader, lambda: trained, None)
+    stand = join_ends(loader, lambda: trained, None)
     assert is_stateful(stand)
-    assert stand.state_dict() == {"at": 0}
+    assert stand.state_dict() is None, "nothing is asked of a loader before its first batch"
     iterator = iter(stand)
     assert [next(iterator), next(iterator), next(iterator)] == [0, 1, 2]
     trained = 1
     assert loader.state_dict() == {"at": 3}, "the control: what was read"
     assert stand.state_dict() == {"at": 1}
+    assert stand.state_dict(back=1) is None, "the head of a pass"
     again = Keeps()
-    align(again, lambda: 0, None).load_state_dict({"at": 4})
-    assert list(again) == [4, 5]
+    stand = join_ends(again, lambda: 0, None)
+    stand.load_state_dict({"at": 4})
+    assert again.at == 0, "not before its pass begins"
+    assert stand.state_dict() == {"at": 4}
+    assert list(stand) == [4, 5]
+
+
+class Sensitive(DataLoader):
+    """Keeps state as litdata does: asked before its first batch, it forgets a restored position."""
+
+    def __init__(self, n=6):
+        super().__init__(Counted(n), batch_size=None)
+        self.loaded, self.at, self.order = None, 0, []
+
+    def __iter__(self):
+        self.at = self.loaded["at"] if self.loaded is not None else 0
+        for item in list(super().__iter__())[self.at :]:
+            self.at += 1
+            yield item
+
+    def state_dict(self):
+        state = self.loaded if self.loaded is not None else {}
+        state["at"] = self.at  # the dictionary that was loaded is written to, and given out
+        return state
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+class Counted(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def set_epoch(self, epoch):
+        raise AssertionError("the loader counts epochs")
+
+    def __iter__(self):
+        return iter(range(self.n))
+
+
+def test_a_restored_loader_is_asked_nothing_before_its_first_batch():
+    trained = 0
+    saved = {"at": 2}
+    loader = join_ends(Sensitive(), lambda: trained, None, keep=4, state=saved)
+    assert LoaderParts.of(loader).epoch_targets == []
+    assert loader.state_dict() == {"at": 2}
+    iterator = iter(loader)
+    assert next(iterator) == 2
+    assert loader.state_dict() == {"at": 2}, "read, and not trained yet"
+    assert next(iterator) == 3
+    trained = 1
+    assert loader.state_dict() == {"at": 3}
+    trained = 2
+    assert [loader.state_dict(back=back) for back in range(3)] == [{"at": 4}, {"at": 3}, {"at": 2}]
+    assert saved == {"at": 2}, "the checkpoint's dictionary is not written to"
+    plain = Sensitive()
+    plain.load_state_dict({"at": 2})
+    plain.state_dict()
+    assert list(plain) != [2, 3, 4, 5], "the control: asked before, it begins elsewhere"
+
+
+class Graph:
+    """Holds what it has in its ``__dict__``, as torch_geometric's do."""
+
+    def __init__(self, x):
+        self.store = {"x": x}
+
+
+@dataclass
+class Pair:
+    x: Any
+    name: str
 
 
 def test_batches_are_told_apart():
@@ -241,12 +320,57 @@ def test_batches_are_told_apart():
         [torch.zeros(3), "x"],
         (torch.zeros(3), "y"),
         torch.ones(3),
+        np.zeros(3),
+        np.ones(3),
+        Graph(torch.zeros(3)),
+        Graph(torch.ones(3)),
+        Graph(np.ones(3)),
+        Pair(torch.zeros(3), "x"),
+        Pair(torch.zeros(3), "y"),
+        [Graph(torch.zeros(3))],
+        torch.tensor(True),
+        torch.zeros(2, dtype=torch.complex64),
+        torch.zeros(3).to_sparse(),
+        torch.zeros(1 << 17),
+        torch.cat([torch.zeros((1 << 17) - 1), torch.ones(1)]),
     ]
-    values = [batch_fingerprint(batch) for batch in batches]
+    values = [content_hash(batch) for batch in batches]
     assert len(set(values)) == len(values)
     assert all(0 < value < 2**63 for value in values)
-    assert batch_fingerprint({"a": torch.zeros(3)}) == values[4]
-    assert batch_fingerprint(NOTHING) == 0
+    assert content_hash({"a": torch.zeros(3)}) == values[4]
+    assert content_hash(Pair(torch.zeros(3), "x")) == content_hash(Pair(torch.zeros(3), "x"))
+    assert content_hash(NOTHING) == 0
+    assert content_hash(i for i in ()) == content_hash(threading.Lock()) == 0, "nothing can be said"
+
+
+def test_a_hash_of_what_a_dataset_selects():
+    def rows():
+        return TensorDataset(torch.zeros(8))
+
+    class Wraps(Dataset):
+        def __init__(self, data):
+            self.data = data
+
+    one, two = Subset(rows(), [0, 1]), Subset(rows(), [0, 2])
+    kinds = [
+        rows(),
+        one,
+        two,
+        Subset(one, [0]),
+        Subset(two, [0]),
+        ConcatDataset([one, two]),
+        Wraps(two),
+    ]
+    kinds += [Subset(rows(), range(3)), Subset(rows(), torch.tensor([5])), Subset(rows(), ["a"])]
+    hashes = [selection_hash(each) for each in kinds]
+    assert hashes[6] == hashes[2]
+    assert len(set(hashes)) == len(hashes) - 1
+    assert selection_hash(Subset(rows(), np.array([0, 1]))) == selection_hash(
+        Subset(rows(), np.array([0, 1]))
+    )
+    loop = Wraps(None)
+    loop.data = loop
+    assert selection_hash(loop) == selection_hash(rows()) == selection_hash([1, 2])
 
 
 # State

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_dp.internals import loaders as loader_seams
-from lightning_dp.internals.loaders import Position
+from lightning_dp.internals.loaders import LoopProgress
 
 
 class Module(pl.LightningModule):
@@ -101,8 +101,10 @@ def test_lightning_announces_loaders_by_a_barrier():
 
 
 def test_counters(fitted):
-    assert loader_seams.position(fitted) == Position(epoch=1, begun=3, done=3, is_last=True)
-    assert loader_seams.position(SimpleNamespace(current_epoch=4)) == Position(epoch=4)
+    assert loader_seams.loop_progress(fitted) == LoopProgress(
+        epoch=1, begun=3, done=3, is_last=True
+    )
+    assert loader_seams.loop_progress(SimpleNamespace(current_epoch=4)) == LoopProgress(epoch=4)
     assert loader_seams.reload_epoch(fitted) == 0
     assert loader_seams.combination_mode(fitted) == "max_size_cycle"
     empty = SimpleNamespace(fit_loop=SimpleNamespace())
@@ -115,23 +117,23 @@ def test_counters(fitted):
 
 
 @pytest.mark.parametrize(
-    ("position", "over"),
+    ("progress", "over"),
     [
-        (Position(0, 3, 3, True), True),
-        (Position(0, 3, 3, False), False),
-        (Position(0, 3, 2, True), False),  # the last batch is under way
-        (Position(0, 0, 0, True), False),
+        (LoopProgress(0, 3, 3, True), True),
+        (LoopProgress(0, 3, 3, False), False),
+        (LoopProgress(0, 3, 2, True), False),  # the last batch is under way
+        (LoopProgress(0, 0, 0, True), False),
     ],
 )
-def test_when_an_epoch_is_over(position, over):
-    assert position.is_over() is over
-    assert Position(0, 3, 3, False).is_over(3)
+def test_when_an_epoch_is_over(progress, over):
+    assert progress.is_over() is over
+    assert LoopProgress(0, 3, 3, False).is_over(3)
 
 
 def test_a_checkpoint_holds_the_counters_and_loader_states(fitted, tmp_path):
     fitted.save_checkpoint(tmp_path / "x.ckpt")
     checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=True)
-    assert loader_seams.saved_position(checkpoint) == Position(1, 3, 3, True)
+    assert loader_seams.saved_progress(checkpoint) == LoopProgress(1, 3, 3, True)
     assert loader_seams.take_loader_states(checkpoint) == []
     loader_seams.put_loader_states(checkpoint, [{"at": 1}, {"at": 2}])
     inside = checkpoint["loops"]["fit_loop"]["state_dict"]
@@ -139,7 +141,7 @@ def test_a_checkpoint_holds_the_counters_and_loader_states(fitted, tmp_path):
     assert loader_seams.take_loader_states(checkpoint) == [{"at": 1}, {"at": 2}]
     assert "combined_loader" not in inside
     for broken in ({}, {"loops": {}}, {"loops": {"fit_loop": {}}}):
-        assert loader_seams.saved_position(broken) is None
+        assert loader_seams.saved_progress(broken) is None
         before = copy.deepcopy(broken)
         assert loader_seams.take_loader_states(broken) == []
         loader_seams.put_loader_states(broken, [1])
@@ -182,20 +184,20 @@ def test_loops_are_placed(fitted):
     loop.batch_progress.total.processed = loop.batch_progress.total.completed = 10
     fit.epoch_progress.increment_ready()
     fit.epoch_progress.increment_started()
-    assert loader_seams.place_fit_loop(trainer, 0, 4, 6)  # in the middle
+    assert loader_seams.restore_fit_loop(trainer, 0, 4, 6)  # in the middle
     assert counters(fit.epoch_progress)[0] == (1, 1, 0, 0)
     assert counters(loop.batch_progress) == [(4,) * 4, (14,) * 4]
     assert fit.restarting
     assert fit.restarted_mid_epoch
-    assert loader_seams.place_fit_loop(trainer, 1, 0, 6)  # epoch 0 must still be ended
+    assert loader_seams.restore_fit_loop(trainer, 1, 0, 6)  # epoch 0 must still be ended
     assert counters(loop.batch_progress) == [(6,) * 4, (16,) * 4]
     fit.epoch_progress.increment_processed()
-    assert loader_seams.place_fit_loop(trainer, 1, 0, 6)  # an epoch begins
+    assert loader_seams.restore_fit_loop(trainer, 1, 0, 6)  # an epoch begins
     assert counters(fit.epoch_progress)[0] == (1,) * 4
     assert counters(loop.batch_progress)[0] == (0,) * 4
     assert not fit.restarting
     assert not loop.restarting
-    assert not loader_seams.place_fit_loop(SimpleNamespace(fit_loop=SimpleNamespace()), 0, 0, 6)
+    assert not loader_seams.restore_fit_loop(SimpleNamespace(fit_loop=SimpleNamespace()), 0, 0, 6)
 
 
 def test_predictions_are_changed_in_place():
