@@ -434,7 +434,6 @@ class LeanDDPStrategy(DDPStrategy):
         Collective: every rank at ``batch_idx`` 0.
         """
         super().on_train_batch_start(batch, batch_idx)
-        self._supervisor.batch_starts()
         self._data_plane.batch_begins()
         self._engine.before_batch(batch_idx)
 

@@ -27,7 +27,7 @@ _AHEAD = 2
 _POLL_S = 0.005
 
 
-class Preemption:
+class StopRequest:
     """The request to stop, on one rank.
 
     Attributes:
@@ -39,20 +39,19 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self.local_stop = False
-        self.requested = False
-        self.agreed = False
-        self.received: list[int] = []
-        self.step = -1
-        self._told = False
         self.previous: dict[int, Any] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """A call of the trainer begins: nobody has asked."""
+        self.local_stop = self.requested = self.agreed = self._sent = False
+        self.received: list[int] = []
 
     # Signals
 
     def install(self, signals: tuple[int, ...]) -> None:
         """Handle ``signals``; only the main thread of a process can. Undone by :meth:`remove`."""
-        self.local_stop = self.requested = self.agreed = self._told = False
-        self.received = []
+        self.reset()
         for number in signals:
             self.previous[number] = signal.getsignal(number)
             signal.signal(number, self._handle)
@@ -76,23 +75,15 @@ class Preemption:
 
     # Agreement
 
-    def agreed_stop(self, step: int) -> None:
-        """All ranks know, at ``step``. Called on every rank at the same step.
-
-        Args:
-            step: The optimizer step whose gradients carried the request.
-
-        Collective: none.
-        """
-        if not self.agreed:
-            self.agreed = True
-            self.step = step
+    def agree(self) -> None:
+        """All ranks know. Called on every rank at the same step. Collective: none."""
+        self.agreed = True
 
     def share(self, channel: FailureChannel) -> None:
         """Tell the others, or hear of it; called now and then by the watching thread. Collective: none."""
-        if self.local_stop and not self._told:
+        if self.local_stop and not self._sent:
             channel.write(_REQUEST, "1")
-            self._told = True
+            self._sent = True
             self.requested = True
         elif not self.requested:
             self.requested = channel.read(_REQUEST) is not None

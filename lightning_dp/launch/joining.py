@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dp.faults.guard import Guard
-from lightning_dp.faults.preemption import Preemption
+from lightning_dp.faults.preemption import StopRequest
 from lightning_dp.faults.store import with_prefix
 from lightning_dp.internals import hydra as hydra_seams
 from lightning_dp.internals import runs as run_seams
@@ -28,7 +28,7 @@ def join(
     strategy: DDPStrategy,
     begin_session: Callable[[], Session],
     guard: Guard,
-    preemption: Preemption,
+    preemption: StopRequest,
     timeout_s: float,
 ) -> None:
     """Meet the other ranks, make the process group if there is none, begin to watch.
@@ -97,7 +97,7 @@ def _make_group(strategy: DDPStrategy, meeting: Meeting, guard: Guard) -> None:
         )
 
 
-def _watch(session: Session, meeting: Meeting, guard: Guard, preemption: Preemption) -> None:
+def _watch(session: Session, meeting: Meeting, guard: Guard, preemption: StopRequest) -> None:
     parent = os.environ.get(PARENT_VARIABLE)
     guard.open(
         with_prefix("guard", meeting.store),

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dp.faults.guard import Guard
-from lightning_dp.faults.preemption import Preemption, StopLine, name_of
+from lightning_dp.faults.preemption import StopLine, StopRequest, name_of
 from lightning_dp.internals import loops as loop_seams
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch.exit_code import PREEMPTED
@@ -48,7 +48,7 @@ class Stopper:
     def __init__(
         self,
         trainer: pl.Trainer,
-        preemption: Preemption,
+        preemption: StopRequest,
         guard: Guard,
         *,
         on_preempt: str,
@@ -113,7 +113,7 @@ class Stopper:
             self._points += 1
             is_last = loop_seams.evaluation_is_at_its_end(trainer)
             if self._stop_line("evaluation").is_due(self._points, is_last=is_last):
-                preemption.agreed_stop(trainer.global_step)
+                preemption.agree()
                 self._leave_evaluation()
 
     def _after_train_batch(self) -> None:
@@ -121,7 +121,7 @@ class Stopper:
         if not preemption.agreed and not self._tail_carries_stop():
             due = self._stop_line("training").is_due(trainer.fit_loop.total_batch_idx)
             if due:
-                preemption.agreed_stop(trainer.global_step)
+                preemption.agree()
         if preemption.agreed:
             loop_seams.set_received_sigterm(trainer)
 
@@ -151,7 +151,7 @@ class Stopper:
         self._line = None
         if not stop:
             return
-        preemption.agreed_stop(trainer.global_step)
+        preemption.agree()
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             raise SIGTERMException(PREEMPTED)
         if self._window_is_closed():

@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_dp.engine.reduction.failure import Supervision
 from lightning_dp.faults.guard import Guard
-from lightning_dp.faults.preemption import Preemption
+from lightning_dp.faults.preemption import StopRequest
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch import session as sessions
 from lightning_dp.launch import torchrun
@@ -48,7 +48,7 @@ class Supervisor:
     def __init__(self, options: FaultOptions, engine: Engine) -> None:
         self.options = options
         self._view = View(engine)
-        self.preemption = Preemption()
+        self.preemption = StopRequest()
         self.guard = Guard(
             error_grace_s=options.error_grace_s,
             stall_report_s=options.stall_report_s,
@@ -104,7 +104,7 @@ class Supervisor:
 
         Collective: every rank calls it; it does not communicate by itself.
         """
-        self.preemption = Preemption()
+        self.preemption.reset()
         self._view.trainer = trainer
         session = self._session
         unfinished = session.unfinished(self._is_agreed) if session else contextlib.nullcontext()
@@ -194,18 +194,13 @@ class Supervisor:
         """See :meth:`Guard.barrier`. Collective: every rank, unless this one is failing. Blocks."""
         self.guard.barrier(name, plain)
 
-    def batch_starts(self) -> None:
-        """A micro-batch of training begins: a request to stop travels with its gradients."""
-        self._view.engine.window.stop = self.preemption.local_stop
-
     @property
     def supervision(self) -> Supervision:
         """What the engine says to this class."""
-        return Supervision(self.guard.publish, self.guard.waits.waiting, self._stop_has_travelled)
-
-    def _stop_has_travelled(self) -> None:
-        """All ranks have read at the same step that one of them was asked to stop."""
-        self.preemption.agreed_stop(self._view.step)
+        stop = self.preemption
+        return Supervision(
+            self.guard.publish, self.guard.waits.waiting, lambda: stop.local_stop, stop.agree
+        )
 
     def evaluation_starts(self) -> None:
         """A validation, test or prediction begins. Collective: none."""

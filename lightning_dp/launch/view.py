@@ -18,7 +18,7 @@ class Engine(Protocol):
     """The engine.
 
     Attributes:
-        window: Its ``stop`` travels with the gradients; ``micro_batches`` is 0 between windows.
+        window: ``micro_batches`` is 0 between windows.
         reducer: None outside of training.
     """
 

@@ -340,6 +340,7 @@ class StepDriver:
         if self.reducer is None:
             return
         self.window.step += 1
+        self.window.stop = self._supervision.asked_to_stop()
         self.windows.begin_batch(batch_idx, automatic=self._automatic)
         if self.optimizers.have_grown() or batch_idx == 0:
             self._take_in_new()

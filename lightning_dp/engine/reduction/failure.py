@@ -47,11 +47,13 @@ class Supervision:
     Attributes:
         failed: Publishes this rank's error to all ranks. Collective: none.
         waiting: Registers a wait by what is waited for, so that a stall is explained and a deadlock proven.
+        asked_to_stop: Whether this rank was asked to stop; read once a batch, sent with its gradients.
         stopped: All ranks know that one of them was asked to stop.
     """
 
     failed: Callable[[BaseException], None] = _ignore
     waiting: Callable[[str], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    asked_to_stop: Callable[[], bool] = lambda: False
     stopped: Callable[[], None] = lambda: None
 
 
