@@ -27,7 +27,7 @@ from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.launch.options import FaultOptions
-from lightning_dp.launch.supervisor import Supervisor
+from lightning_dp.launch.run_controller import RunController
 from lightning_dp.measure.stats import StepStats, step_stats
 from lightning_dp.options import DDP_ONLY, EngineOptions, as_timedelta, refuse_unknown
 from lightning_dp.registration import names, namespaces
@@ -243,7 +243,7 @@ class LeanDDPStrategy(DDPStrategy):
             self.options, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, self._timeout
         )
         self._data_plane = DataPlane(data, self._timeout)
-        self._supervisor = Supervisor(faults, self._engine)
+        self._controller = RunController(faults, self._engine)
         self._atomic_io = AtomicCheckpointIO()
 
     # What users may ask
@@ -329,15 +329,15 @@ class LeanDDPStrategy(DDPStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. Collective: every rank. Blocks."""
-        if self._supervisor.failing:
+        if self._controller.failing:
             return  # the others may never come
         self._data_plane.barrier(name)
-        self._supervisor.barrier(name or "", super().barrier)
+        self._controller.barrier(name or "", super().barrier)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Take rank ``src``'s object. Collective: every rank. Blocks."""
         plain = super().broadcast
-        return self._supervisor.while_waiting("broadcast", lambda: plain(obj, src), obj)
+        return self._controller.while_waiting("broadcast", lambda: plain(obj, src), obj)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce over ranks; a mean of integers is not rounded. Collective: every rank. Blocks."""
@@ -348,7 +348,7 @@ class LeanDDPStrategy(DDPStrategy):
 
         # A user's group leaves ranks out, whose collectives are then numbered differently.
         what = "reduce" if group is None else ""
-        return self._supervisor.while_waiting(what, call, tensor)
+        return self._controller.while_waiting(what, call, tensor)
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
@@ -357,7 +357,7 @@ class LeanDDPStrategy(DDPStrategy):
         gather = partial(self._data_plane.all_gather, tensor, group, sync_grads=sync_grads)
         everyone = group is None or group is torch.distributed.group.WORLD
         what = "all_gather" if everyone else ""
-        return self._supervisor.while_waiting(what, gather, tensor.unsqueeze(0))
+        return self._controller.while_waiting(what, gather, tensor.unsqueeze(0))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``validation_step``."""
@@ -373,16 +373,16 @@ class LeanDDPStrategy(DDPStrategy):
         """Merge predictions, if asked to. Collective: every rank."""
         super().on_predict_end()
         self._data_plane.predict_ends()
-        self._supervisor.evaluation_ends()
+        self._controller.evaluation_ends()
 
     # Processes
 
     def _configure_launcher(self) -> None:
-        self._launcher = self._supervisor.make_launcher(self, self._start_method)
+        self._launcher = self._controller.make_launcher(self, self._start_method)
 
     def setup_distributed(self) -> None:
         """Meet the other ranks and begin to watch over them. Collective: every rank. Blocks."""
-        self._supervisor.setup_distributed(self, super().setup_distributed)
+        self._controller.setup_distributed(self, super().setup_distributed)
 
     # Set-up
 
@@ -404,7 +404,7 @@ class LeanDDPStrategy(DDPStrategy):
         Collective: every rank. Blocks.
         """
         assert self.lightning_module is not None
-        self._engine.open(self.lightning_module, self.root_device, self._supervisor.supervision)
+        self._engine.open(self.lightning_module, self.root_device, self._controller.supervision)
 
     def _say_ported(self) -> None:
         given = [name for name, value in self._ported.items() if value is not None]
@@ -488,29 +488,29 @@ class LeanDDPStrategy(DDPStrategy):
 
     def on_validation_start(self) -> None:
         """Make buffers equal. Collective: every rank."""
-        self._supervisor.evaluation_starts()
+        self._controller.evaluation_starts()
         self._engine.before_use()
         super().on_validation_start()
 
     def on_validation_end(self) -> None:
         """Stop here if a rank was asked to. Collective: every rank."""
         super().on_validation_end()
-        self._supervisor.evaluation_ends()
+        self._controller.evaluation_ends()
 
     def on_test_start(self) -> None:
         """Make buffers equal. Collective: every rank."""
-        self._supervisor.evaluation_starts()
+        self._controller.evaluation_starts()
         self._engine.before_use()
         super().on_test_start()
 
     def on_test_end(self) -> None:
         """Stop here if a rank was asked to. Collective: every rank."""
         super().on_test_end()
-        self._supervisor.evaluation_ends()
+        self._controller.evaluation_ends()
 
     def on_predict_start(self) -> None:
         """Make buffers equal. Collective: every rank."""
-        self._supervisor.evaluation_starts()
+        self._controller.evaluation_starts()
         self._engine.before_use()
         super().on_predict_start()
 
@@ -547,7 +547,7 @@ class LeanDDPStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Add what only the strategy knows, then save on rank 0. Collective: every rank."""
-        if self._supervisor.only_launches:
+        if self._controller.only_launches:
             return  # the ranks that failed were other processes; nothing of theirs is here
         if self._engine.windows.postpone(
             filepath, "optimizer_states" not in checkpoint, storage_options

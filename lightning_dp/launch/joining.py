@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lightning_dp.faults.guard import Guard
+from lightning_dp.faults.failure_guard import FailureGuard
 from lightning_dp.faults.preemption import StopRequest
 from lightning_dp.faults.store import with_prefix
 from lightning_dp.internals import hydra as hydra_seams
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def join(
     strategy: DDPStrategy,
     begin_session: Callable[[], Session],
-    guard: Guard,
+    guard: FailureGuard,
     preemption: StopRequest,
     timeout_s: float,
 ) -> None:
@@ -82,7 +82,7 @@ def _meet(session: Session, timeout_s: float) -> Meeting:
     return meeting
 
 
-def _make_group(strategy: DDPStrategy, meeting: Meeting, guard: Guard) -> None:
+def _make_group(strategy: DDPStrategy, meeting: Meeting, guard: FailureGuard) -> None:
     """The default process group. Collective: every rank. Blocks."""
     device: torch.device = strategy.root_device
     backend = run_seams.process_group_backend(strategy)
@@ -97,7 +97,9 @@ def _make_group(strategy: DDPStrategy, meeting: Meeting, guard: Guard) -> None:
         )
 
 
-def _watch(session: Session, meeting: Meeting, guard: Guard, preemption: StopRequest) -> None:
+def _watch(
+    session: Session, meeting: Meeting, guard: FailureGuard, preemption: StopRequest
+) -> None:
     parent = os.environ.get(PARENT_VARIABLE)
     guard.open(
         with_prefix("guard", meeting.store),

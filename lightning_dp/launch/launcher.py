@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import ClusterEnvironment
 
-    from lightning_dp.launch.supervisor import Supervisor
+    from lightning_dp.launch.run_controller import RunController
 
 _KINDS = {
     "LightningEnvironment": "lightning",
@@ -41,7 +41,7 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         cluster_environment: Who says what the ranks are.
         num_processes: Ranks on this machine.
         num_nodes: Machines.
-        supervisor: Guards calls of the trainer.
+        controller: Guards calls of the trainer.
     """
 
     is_interactive_compatible = False
@@ -51,12 +51,12 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         cluster_environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        supervisor: Supervisor,
+        controller: RunController,
     ) -> None:
         self.cluster_environment = cluster_environment
         self.num_processes = num_processes
         self.num_nodes = num_nodes
-        self._supervisor = supervisor
+        self._controller = controller
 
     @property
     def procs(self) -> list[subprocess.Popen[bytes]]:
@@ -86,13 +86,13 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         """
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         job = hydra_seams.hydra_job()
-        supervisor = self._supervisor
-        supervisor.report_warnings(
+        controller = self._controller
+        controller.report_warnings(
             check_placement(
                 placement(self.cluster_environment, self.num_processes, self.num_nodes), os.environ
             )
         )
-        session = supervisor.begin_session(_job_key(job))
+        session = controller.begin_session(_job_key(job))
         if job is not None and not session.ends_with_job:
             is_sweep = bool(job.launcher)
             session.ends_with_job = hydra_seams.on_hydra_job_end(
@@ -102,7 +102,7 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
             with session.unfinished():
                 self._start(session, job)
         run_seams.set_num_threads(self.num_processes)
-        return supervisor.run(trainer, function, *args, **kwargs)
+        return controller.run(trainer, function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
         """Send ``signum`` to the ranks started here.
@@ -114,7 +114,7 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         if session is None:
             return
         if signum == getattr(signal, "SIGKILL", None):
-            session.end_children(told=self._supervisor.guard.first is not None)
+            session.end_children(told=self._controller.guard.first is not None)
         else:
             session.children.send(signum)
 

@@ -27,7 +27,7 @@ from lightning_dp.launch.stores import STORE_VARIABLE, host_store
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_dp.launch.supervisor import Supervisor
+    from lightning_dp.launch.run_controller import RunController
 
 FIRST_ERROR = "first error"
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
@@ -41,10 +41,10 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
     Args:
         strategy: Whose ranks.
         start_method: "fork", "spawn" or "forkserver".
-        supervisor: Guards the call in each rank.
+        controller: Guards the call in each rank.
     """
 
-    def __init__(self, strategy: Any, start_method: str, supervisor: Supervisor) -> None:
+    def __init__(self, strategy: Any, start_method: str, controller: RunController) -> None:
         try:
             super().__init__(strategy, start_method=start_method)
         except ValueError as error:
@@ -52,7 +52,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
                 f"[lean_ddp] start_method={start_method!r} does not exist on this system. Fix: "
                 "strategy='lean_ddp', which runs the script again."
             ) from error
-        self._supervisor = supervisor
+        self._controller = controller
 
     def launch(
         self,
@@ -69,14 +69,14 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         Collective: none; the calling process is no rank.
         """
         exit_code.arm()
-        grace_s = self._supervisor.options.error_grace_s
+        grace_s = self._controller.options.error_grace_s
         session = sessions.Session("processes", grace_s)
         try:
             with _ending_processes(grace_s), self._environment(session), self._forwarding():
                 return super().launch(function, *args, trainer=trainer, **kwargs)
         except (ProcessRaisedException, ProcessExitedException) as error:
-            self._supervisor.guard.failing = True  # nothing here is a rank's state
-            self._supervisor.only_launches = True
+            self._controller.guard.failing = True  # nothing here is a rank's state
+            self._controller.only_launches = True
             raise self._explain(session, error) from None  # it has the rank's traceback
 
     @contextlib.contextmanager
@@ -100,7 +100,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
         """A request to stop that reaches this process is meant for the ranks."""
-        signals = self._supervisor.options.signals
+        signals = self._controller.options.signals
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -122,7 +122,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         if store is not None and store.check([FIRST_ERROR]):
             record = FailureRecord.from_json(store.get(FIRST_ERROR))
         if record is not None and (record.traceback or record.rank < 0):
-            return record.to_error(None, self._supervisor.world_size(self._strategy))
+            return record.to_error(None, self._controller.world_size(self._strategy))
         if record is None and isinstance(error, ProcessRaisedException):
             return RankFailedError(str(error), rank=error.error_index, remote_traceback=str(error))
         rank = record.rank if record is not None else error.error_index
@@ -154,12 +154,12 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
     def _run(
         self, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        supervisor = self._supervisor
-        session = supervisor.begin_session("program")
+        controller = self._controller
+        session = controller.begin_session("program")
         try:
-            return supervisor.run(trainer, function, *args, **kwargs)
+            return controller.run(trainer, function, *args, **kwargs)
         except BaseException as error:
-            first = supervisor.guard.first
+            first = controller.guard.first
             if first is not None and session.store is not None:
                 with contextlib.suppress(RuntimeError):
                     session.store.compare_set(FIRST_ERROR, "", first.to_json())

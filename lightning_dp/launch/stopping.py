@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dp.faults.guard import Guard
+from lightning_dp.faults.failure_guard import FailureGuard
 from lightning_dp.faults.preemption import StopLine, StopRequest, name_of
 from lightning_dp.internals import loops as loop_seams
 from lightning_dp.internals import runs as run_seams
@@ -49,7 +49,7 @@ class Stopper:
         self,
         trainer: pl.Trainer,
         preemption: StopRequest,
-        guard: Guard,
+        guard: FailureGuard,
         *,
         on_preempt: str,
         signals: tuple[int, ...],

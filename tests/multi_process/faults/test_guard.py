@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dp.errors import RankFailedError
-from lightning_dp.faults.guard import Guard
+from lightning_dp.faults.failure_guard import FailureGuard
 from lightning_dp.faults.store import with_prefix
 from lightning_dp.faults.waits import EngineWait
 from lightning_dp.launch.meeting import describe_this_rank, meet, open_store
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multi_process
 
 def guarded(rank, world_size, port, body, **options):
     """Meet, open a guard and a gloo group, run ``body(guard, rank)`` inside; tell how it ended."""
-    guard = Guard(**{"error_grace_s": 1.0, **options})
+    guard = FailureGuard(**{"error_grace_s": 1.0, **options})
     store = open_store("127.0.0.1", port, hosts=rank == 0, timeout_s=20, rank=rank)
     meeting = meet(store, rank, world_size, describe_this_rank(), timeout_s=20)
     told = {"finally": False}

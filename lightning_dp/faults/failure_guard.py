@@ -24,7 +24,7 @@ def _never(error: BaseException) -> bool:
     return False
 
 
-class Guard:
+class FailureGuard:
     """Turns the first failure of any rank into an error on every rank.
 
     A guard without a channel (a world of one, or before the ranks have met) lets everything pass.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_dp.engine.reduction.failure import Supervision
-from lightning_dp.faults.guard import Guard
+from lightning_dp.faults.failure_guard import FailureGuard
 from lightning_dp.faults.preemption import StopRequest
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch import session as sessions
@@ -32,7 +32,7 @@ T = TypeVar("T")
 _AGREEMENT_TIMEOUT_S = 1800.0
 
 
-class Supervisor:
+class RunController:
     """Follows the strategy from the launch to the end of each call of the trainer.
 
     Args:
@@ -49,7 +49,7 @@ class Supervisor:
         self.options = options
         self._view = View(engine)
         self.preemption = StopRequest()
-        self.guard = Guard(
+        self.guard = FailureGuard(
             error_grace_s=options.error_grace_s,
             stall_report_s=options.stall_report_s,
             is_agreed=self._is_agreed,
@@ -191,7 +191,7 @@ class Supervisor:
             return call()
 
     def barrier(self, name: str, plain: Callable[[], None]) -> None:
-        """See :meth:`Guard.barrier`. Collective: every rank, unless this one is failing. Blocks."""
+        """See :meth:`FailureGuard.barrier`. Collective: every rank, unless this one is failing. Blocks."""
         self.guard.barrier(name, plain)
 
     @property
