@@ -5,123 +5,43 @@ This file is longer than others because the constructor documents every option o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.plugins.precision import Precision
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dp.data_plane import DataOptions, DataPlane
+from lightning_dp.data_plane.plane import DataPlane
 from lightning_dp.engine.control import WindowTotals
 from lightning_dp.engine.reduction.timing import ReductionTimes
 from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals import trainer as trainer_seams
-from lightning_dp.launch.options import FaultOptions
 from lightning_dp.launch.run_controller import RunController
 from lightning_dp.measure.stats import StepStats, step_stats
-from lightning_dp.options import DDP_ONLY, EngineOptions, as_timedelta, refuse_unknown
+from lightning_dp.options import Options, refuse_unknown, takes
 from lightning_dp.registration import names, namespaces
-from lightning_dp.step.batch_plan import batch_plan, check_keys, check_micro
+from lightning_dp.step.batch_plan import batch_plan, check_micro
 from lightning_dp.step.driver import StepDriver
 from lightning_dp.step.layer_sync import CPULayerSync
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.accelerators import Accelerator
-
-DEFAULT_TIMEOUT_S = 1800.0
 
 
 class LeanDDPStrategy(DDPStrategy):
     """Data-parallel training of an unchanged LightningModule; by name: ``Trainer(strategy="lean_ddp")``.
 
     The module is replicated and never wrapped: ``state_dict`` keys, ``isinstance`` checks and methods
-    other than ``forward`` stay as they are. All arguments are keyword-only and can be written in YAML.
-
-    Args:
-        bucket_cap_mb: About how many MiB of gradients make one message, or ``"auto"``: 25 in shared
-            memory and on CUDA; otherwise chosen by measuring the first steps and the link, unless the
-            Trainer is ``deterministic``.
-        reduce_dtype: Type in which gradients are averaged, ``"fp32"`` or ``"bf16"``; ``None`` uses each
-            gradient's own. ``float64`` always keeps its own.
-        shared_memory: Ranks that all run on one machine's CPU average gradients through its memory;
-            ``False`` sends them over the process group, as between machines.
-        ddp_comm_hook: A hook of ``torch.distributed.algorithms.ddp_comm_hooks``, or any callable with
-            the signature of one; works on every backend.
-        ddp_comm_state: The hook's state.
-        ddp_comm_wrapper: Wraps the hook (``fp16_compress_wrapper``).
-        model_averaging_period: Steps between parameter averages of post-local SGD.
-        deferred: Name patterns of parameters whose gradients are sent last. Needed only where an error
-            says so.
-        buffers: ``"lazy"`` makes buffers equal before they are used; ``"step"`` sends all of them
-            before each step; ``"none"`` never after the start.
-        buffer_reduce: Whether running statistics become rank 0's (``"broadcast"``) or the ``"mean"``.
-        check_replicas_every_n_steps: Optimizer steps between two proofs that replicas are identical;
-            0 for never.
-        on_mismatch: ``"raise"`` if they are not, or ``"rebroadcast"`` rank 0's values.
-        check_gradients: ``"warn"`` or ``"raise"`` if a rank's gradients are not finite, by name of rank
-            and parameter, before they are averaged. Costs one pass over the gradients. With a loss
-            scaler (``16-mixed``), which overflows on purpose and skips such steps, only while its scale
-            is below 1.
-        accum_sync: Average gradients once per accumulation ``"window"``, or after ``"every"``
-            micro-batch.
-        manual_sync: In manual optimization, average after ``"each_backward"``, or only ``"on_step"``:
-            less traffic, but ``.grad`` is this rank's own until the optimizer steps.
-        tail: What becomes of an incomplete accumulation window at an epoch's end: ``"step"`` with the
-            right scale, ``"carry"`` it over, or ``"drop"`` it.
-        mid_window: A checkpoint inside a window: ``"save"`` its partial gradients, or write at the next
-            ``"boundary"``.
-        batch: ``{"global": 512, "micro": 16, "accumulate": "auto"}``: samples per optimizer step over
-            all ranks and nodes, samples per rank and micro-batch; sets ``accumulate_grad_batches``.
-        iterable: What to do with an iterable dataset whose ranks get the same data: ``"warn"``,
-            ``"error"``, ``"shard"`` it between ranks and workers, or leave it alone (``"off"``).
-        uneven_train: Ranks whose training data ends at different steps end in an ``"error"`` that names
-            them, or all stop with the first (``"min"``).
-        eval_tail: Validation and test count each sample once (``"exact"``), or ``"pad"`` the last batches
-            with repeated samples as ``ddp`` does.
-        batch_size: A DataLoader's batch size counts ``"per_device"``, or is the ``"global"`` one of all
-            ranks together.
-        resume: Where an epoch cannot go on because seed or data changed, ``"auto"`` begins it anew and
-            says so; ``"strict"`` is an error.
-        strict_data: Make an error of what is otherwise a warning: fewer samples than ranks, samplers
-            that differ between ranks.
-        rank_rng: Random numbers differ between ranks in data loading ``"workers"``, or in ``"all"`` of
-            training (dropout, augmentation in the main process).
-        gather_predictions: ``trainer.predict`` returns all predictions on every rank, in the order of the
-            dataset.
-        start_method: How ranks start when nobody else starts them: ``"popen"`` runs the script again;
-            ``"fork"``, ``"spawn"`` and ``"forkserver"`` run the Trainer's call in new processes.
-        process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
-        timeout: Seconds (or a timedelta) after which a collective gives up.
-        rendezvous_timeout_s: Seconds to wait at the start for ranks that are missing; they are named.
-        error_grace_s: When a rank fails, the others are interrupted; after this many seconds their
-            connections are cut, and after as many again they end themselves.
-        stall_report_s: Seconds after which a wait for other ranks is reported, with who has not come;
-            0 for never.
-        preempt_signals: Signals, on any rank, that make all ranks stop at the same step.
-        on_preempt: Then write a ``"checkpoint"`` where ``ckpt_path="last"`` finds it (none in a run with
-            ``enable_checkpointing=False``) and end with exit code 143; or only ``"stop"``; or ``"ignore"``
-            what Lightning does with these signals.
-        find_unused_parameters: Accepted from configs of ``ddp``; does nothing.
-        static_graph: Accepted from configs of ``ddp``; does nothing.
-        gradient_as_bucket_view: Accepted from configs of ``ddp``; does nothing.
-        broadcast_buffers: Accepted from configs of ``ddp``; does nothing.
-        check_reduction: Accepted from configs of ``ddp``; does nothing.
-        accelerator: Set by the Trainer.
-        parallel_devices: Set by the Trainer.
-        cluster_environment: Set by the Trainer, or your own.
-        checkpoint_io: Set by the Trainer, or your own.
-        precision_plugin: Set by the Trainer, or your own.
+    other than ``forward`` stay as they are. :mod:`lightning_dp.options` documents the arguments, as does
+    ``help(LeanDDPStrategy)``.
 
     Raises:
         TypeError: An argument that does not exist; names the nearest one.
@@ -130,120 +50,17 @@ class LeanDDPStrategy(DDPStrategy):
 
     is_distributed = True  # a plain fact: the parent's property warns
 
-    def __new__(cls, *_: Any, **kwargs: Any) -> LeanDDPStrategy:
-        """Refuse unknown arguments with the nearest name, for subclasses too."""
-        refuse_unknown(cls.__init__, kwargs)
-        return super().__new__(cls)
-
-    def __init__(
-        self,
-        *,
-        bucket_cap_mb: float | Literal["auto"] = "auto",
-        reduce_dtype: Literal["fp32", "bf16"] | None = None,
-        shared_memory: bool = True,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_state: object | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
-        deferred: Sequence[str] = (),
-        buffers: Literal["lazy", "step", "none"] = "lazy",
-        buffer_reduce: Literal["broadcast", "mean"] = "broadcast",
-        check_replicas_every_n_steps: int = 1000,
-        on_mismatch: Literal["raise", "rebroadcast"] = "raise",
-        check_gradients: Literal["off", "warn", "raise"] = "off",
-        accum_sync: Literal["window", "every"] = "window",
-        manual_sync: Literal["each_backward", "on_step"] = "each_backward",
-        tail: Literal["step", "carry", "drop"] = "step",
-        mid_window: Literal["save", "boundary"] = "save",
-        batch: Mapping[str, Any] | None = None,
-        iterable: Literal["warn", "shard", "off", "error"] = "warn",
-        uneven_train: Literal["error", "min"] = "error",
-        eval_tail: Literal["exact", "pad"] = "exact",
-        batch_size: Literal["per_device", "global"] = "per_device",
-        resume: Literal["auto", "strict"] = "auto",
-        strict_data: bool = False,
-        rank_rng: Literal["workers", "all"] = "workers",
-        gather_predictions: bool = False,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        process_group_backend: str | None = None,
-        timeout: timedelta | float | None = DEFAULT_TIMEOUT_S,
-        rendezvous_timeout_s: float = 120.0,
-        error_grace_s: float = 3.0,
-        stall_report_s: float = 30.0,
-        preempt_signals: Sequence[str] = ("SIGTERM",),
-        on_preempt: Literal["checkpoint", "stop", "ignore"] = "checkpoint",
-        find_unused_parameters: bool | None = None,
-        static_graph: bool | None = None,
-        gradient_as_bucket_view: bool | None = None,
-        broadcast_buffers: bool | None = None,
-        check_reduction: bool | None = None,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-    ) -> None:
-        self.options = EngineOptions(
-            bucket_cap_mb=bucket_cap_mb,
-            reduce_dtype=reduce_dtype,
-            deferred=tuple(deferred),
-            buffers=buffers,
-            buffer_reduce=buffer_reduce,
-            check_replicas_every_n_steps=check_replicas_every_n_steps,
-            on_mismatch=on_mismatch,
-            check_gradients=check_gradients,
-            accum_sync=accum_sync,
-            manual_sync=manual_sync,
-            tail=tail,
-            mid_window=mid_window,
-            shared_memory=shared_memory,
-        )
-        data = DataOptions(
-            iterable=iterable,
-            uneven_train=uneven_train,
-            eval_tail=eval_tail,
-            batch_size=batch_size,
-            resume=resume,
-            rank_rng=rank_rng,
-            gather_predictions=gather_predictions,
-            strict_data=strict_data,
-        )
-        faults = FaultOptions(
-            rendezvous_timeout_s=rendezvous_timeout_s,
-            error_grace_s=error_grace_s,
-            stall_report_s=stall_report_s,
-            preempt_signals=tuple(preempt_signals),
-            on_preempt=on_preempt,
-        )
-        check_keys(batch)
-        self._batch = batch
+    @takes(Options)
+    def __init__(self, **arguments: Any) -> None:
+        """All arguments are keyword-only and can be written in YAML."""
+        refuse_unknown(arguments, inspect.signature(type(self)).parameters)
+        self.options = options = Options(**arguments)
         self._micro: int | None = None
-        self._ported = {
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "broadcast_buffers": broadcast_buffers,
-            "check_reduction": check_reduction,
-        }
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period,
-            process_group_backend=process_group_backend,
-            timeout=as_timedelta("timeout", timeout),
-            start_method=start_method,
-        )
-        self._engine = StepDriver(
-            self.options, ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper, self._timeout
-        )
-        self._data_plane = DataPlane(data, self._timeout)
-        self._controller = RunController(faults, self._engine)
+        super().__init__(**options.of_ddp())
+        hook = options.ddp_comm_hook, options.ddp_comm_state, options.ddp_comm_wrapper
+        self._engine = StepDriver(options, *hook, self._timeout)
+        self._data_plane = DataPlane(options, self._timeout)
+        self._controller = RunController(options, self._engine)
         self._atomic_io = AtomicCheckpointIO()
 
     # What users may ask
@@ -323,7 +140,7 @@ class LeanDDPStrategy(DDPStrategy):
             self._micro,
             self.lightning_module,
             self.world_size,
-            is_global=self._data_plane.options.batch_size == "global",
+            is_global=self.options.batch_size == "global",
         )
         return self._data_plane.process_dataloader(dataloader)
 
@@ -391,7 +208,6 @@ class LeanDDPStrategy(DDPStrategy):
 
         Collective: every rank. Blocks.
         """
-        self._say_ported()
         if self.root_device.type == "cpu":
             trainer_seams.replace_layer_sync(self, CPULayerSync())
         super().setup(trainer)
@@ -406,12 +222,6 @@ class LeanDDPStrategy(DDPStrategy):
         assert self.lightning_module is not None
         self._engine.open(self.lightning_module, self.root_device, self._controller.supervision)
 
-    def _say_ported(self) -> None:
-        given = [name for name, value in self._ported.items() if value is not None]
-        self._ported = dict.fromkeys(self._ported)
-        for name in given:
-            rank_zero_info(f"lean_ddp: {name} does nothing here: {DDP_ONLY[name]}.")
-
     def setup_environment(self) -> None:
         """Start communicating; then work out the accumulation, before optimizers are configured.
 
@@ -420,9 +230,9 @@ class LeanDDPStrategy(DDPStrategy):
         """
         super().setup_environment()
         trainer = trainer_seams.attached_trainer(self.lightning_module)
-        if trainer is not None and self._batch is not None:
+        if trainer is not None and self.options.batch is not None:
             steps, self._micro = batch_plan(
-                self._batch, self.world_size, trainer.accumulate_grad_batches
+                self.options.batch, self.world_size, trainer.accumulate_grad_batches
             )
             trainer.accumulate_grad_batches = steps
 

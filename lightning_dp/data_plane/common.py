@@ -13,9 +13,9 @@ from lightning_dp.data.content_hash import selection_hash
 from lightning_dp.data.draw import sized
 from lightning_dp.data.loader import LoaderParts, Shard, is_sharded_by_user
 from lightning_dp.data_plane.exchange import OrderAgreement
-from lightning_dp.data_plane.options import DataOptions
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.errors import ConfigError
+from lightning_dp.options import DataOptions
 
 log = logging.getLogger(__name__)
 

@@ -80,7 +80,7 @@ class EvaluationData:
         parts = ranks.parts(loader, training=False)
         if parts.source.length is None:
             return StreamBatches(parts, ranks.shard, Cursor(epoch), training=False)
-        if ranks.options.eval_tail == "pad" and not predicts:
+        if ranks.options.eval_padding == "pad" and not predicts:
             return TrainBatches(parts, ranks.shard, Cursor(epoch), agree=ranks.agree)
         batches = EvalBatches(
             parts, ranks.shard, epoch=epoch, idle_repeats=not predicts, agree=ranks.agree
@@ -171,7 +171,7 @@ class EvaluationData:
             " numbers of steps here: some would wait for ever. With a batch size of 1, or fewer samples"
             " than ranks, the numbers differ by one. Log with on_step=False, on_epoch=True, gather and"
             " compute metrics in the epoch-end hook, use a larger batch, or choose"
-            " eval_tail='pad'."
+            " eval_padding='pad'."
         )
 
     def padded(self, tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:

@@ -18,11 +18,11 @@ from lightning_dp.data_plane import gather
 from lightning_dp.data_plane.common import Ranks, log
 from lightning_dp.data_plane.evaluation import EvaluationData, stage_of
 from lightning_dp.data_plane.exchange import OrderAgreement, agree_on_seed, open_group
-from lightning_dp.data_plane.options import DataOptions
 from lightning_dp.data_plane.resume import Resume
 from lightning_dp.data_plane.training import TrainingData
 from lightning_dp.internals import loaders as loader_seams
 from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.options import DataOptions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

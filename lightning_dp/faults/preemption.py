@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -151,7 +152,7 @@ class StopLine:
             time.sleep(_POLL_S)
 
 
-def signal_numbers(names: tuple[str, ...]) -> tuple[int, ...]:
+def signal_numbers(names: Sequence[str]) -> tuple[int, ...]:
     """Numbers of signals by name.
 
     Raises:

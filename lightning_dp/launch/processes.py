@@ -100,7 +100,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
         """A request to stop that reaches this process is meant for the ranks."""
-        signals = self._controller.options.signals
+        signals = self._controller.signals
         if threading.current_thread() is not threading.main_thread():
             yield
             return

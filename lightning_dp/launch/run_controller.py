@@ -11,16 +11,16 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_dp.engine.reduction.failure import Supervision
 from lightning_dp.faults.failure_guard import FailureGuard
-from lightning_dp.faults.preemption import StopRequest
+from lightning_dp.faults.preemption import StopRequest, signal_numbers
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch import session as sessions
 from lightning_dp.launch import torchrun
 from lightning_dp.launch.joining import join
 from lightning_dp.launch.launcher import LeanScriptLauncher
-from lightning_dp.launch.options import FaultOptions
 from lightning_dp.launch.processes import LeanProcessLauncher
 from lightning_dp.launch.stopping import Stopper
 from lightning_dp.launch.view import Engine, View
+from lightning_dp.options import FaultOptions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,6 +47,7 @@ class RunController:
 
     def __init__(self, options: FaultOptions, engine: Engine) -> None:
         self.options = options
+        self.signals = signal_numbers(options.preempt_signals)
         self._view = View(engine)
         self.preemption = StopRequest()
         self.guard = FailureGuard(
@@ -129,7 +130,7 @@ class RunController:
             self.preemption,
             self.guard,
             on_preempt=self.options.on_preempt,
-            signals=self.options.signals,
+            signals=self.signals,
             timeout_s=_AGREEMENT_TIMEOUT_S,
             window_is_closed=self._view.window_is_closed,
             tail_carries_stop=self._view.tail_carries_stop,

@@ -122,7 +122,7 @@ class WindowKeeper:
             return
         log.warning(
             "lean_ddp: %d micro-batch(es) at the end of the last epoch were not followed by an optimizer"
-            " step. Their gradients are dropped; tail='carry' keeps them for the next window.",
+            " step. Their gradients are dropped; incomplete_window='carry' keeps them for the next window.",
             left,
         )
         self.window.reset()
@@ -169,7 +169,7 @@ class WindowKeeper:
                 {
                     "step": "makes one step of what it has, with the right scale",
                     "carry": "adds to a window that spans epochs",
-                    "drop": "is dropped whole (tail='drop')",
+                    "drop": "is dropped whole (incomplete_window='drop')",
                 }[self.tail],
             )
         if check is not None and check != float("inf") and check < batches and check % self.steps:

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from lightning_dp.errors import ConfigError, some_names
+from lightning_dp.errors import ConfigError
 from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.options import Batch
 
 
-def batch_plan(
-    batch: Mapping[str, Any] | None, world_size: int, accumulate: int
-) -> tuple[int, int | None]:
+def batch_plan(batch: Batch, world_size: int, accumulate: int) -> tuple[int, int]:
     """Work out the accumulation from a global batch: ``global = micro * ranks * accumulate``.
 
     Args:
-        batch: ``{"global": 512, "micro": 16, "accumulate": "auto"}``; ``None`` leaves all as it is.
+        batch: ``{"global": 512, "micro": 16, "accumulate": "auto"}``, checked.
         world_size: Ranks over all nodes.
         accumulate: The Trainer's ``accumulate_grad_batches``.
 
     Returns:
-        Micro-batches a window, and the micro-batch that loaders must have (``None``: any).
+        Micro-batches a window, and the micro-batch that loaders must have.
 
     Raises:
         ConfigError: The numbers contradict each other; names all three and the nearest that would do.
     """
-    if batch is None:
-        return accumulate, None
-    check_keys(batch)
-    total, micro, steps = batch.get("global"), batch.get("micro"), batch.get("accumulate", "auto")
-    for name, value in (("global", total), ("micro", micro)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(
-                f"batch.{name}={value!r} is not possible; it must be a whole number above 0."
-            )
-    assert isinstance(total, int)
-    assert isinstance(micro, int)
+    total, micro, steps = batch["global"], batch["micro"], batch.get("accumulate", "auto")
     per_step = micro * world_size
     if steps == "auto" and total % per_step == 0:
         steps = total // per_step
@@ -52,19 +40,6 @@ def batch_plan(
             f"{micro} on {world_size} rank(s) needs {steps}. Leave it out, or set it to {steps}."
         )
     return steps, micro
-
-
-def check_keys(batch: Mapping[str, Any] | None) -> None:
-    """Check the names in ``batch``; its numbers wait for the number of ranks.
-
-    Raises:
-        ConfigError: Names what is unknown and what there is.
-    """
-    unknown = sorted(set(batch or ()) - {"global", "micro", "accumulate"})
-    if unknown:
-        raise ConfigError(
-            f"batch has no {some_names(unknown)}; it takes 'global', 'micro' and 'accumulate'."
-        )
 
 
 def check_micro(

@@ -28,6 +28,7 @@ from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.autograd import split_compiled_graphs
 from lightning_dp.options import EngineOptions
 from lightning_dp.step.accumulation import WindowKeeper
+from lightning_dp.step.bucket_size import layout_options
 from lightning_dp.step.hook_choice import HookChoice
 from lightning_dp.step.losses import LossWeights
 from lightning_dp.step.optimizer_groups import OptimizerGroups
@@ -62,7 +63,7 @@ class StepDriver:
         self.hook = HookChoice(hook, state, wrapper)
         self.timeout = timeout
         self.window = AccumulationWindow()
-        self.windows = WindowKeeper(self.window, options.tail, options.mid_window)
+        self.windows = WindowKeeper(self.window, options.incomplete_window, options.mid_window)
         self.group: ReplicaGroup | None = None
         self.reducer: Reducer | None = None
         self.keeper: BufferKeeper | None = None
@@ -124,7 +125,7 @@ class StepDriver:
             self.group,
             self.window,
             wire,
-            options.layout(self.group.device, shared=shared),
+            layout_options(options, self.group.device, shared=shared),
             partition_of=self.optimizers.partition,
             deferred=options.deferred,
             check_finite=options.check_gradients,

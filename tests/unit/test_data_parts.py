@@ -41,10 +41,10 @@ from lightning_dp.data.share import Cursor
 from lightning_dp.data.state import VERSION, DataState, LoaderState
 from lightning_dp.data.stream import StreamBatches
 from lightning_dp.data.train_batches import TrainBatches
-from lightning_dp.data_plane import DataOptions
 from lightning_dp.data_plane.gather import join_samples, merge_batches, split_samples
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.errors import ConfigError
+from lightning_dp.options import DataOptions
 
 ALONE = ReplicaGroup(None, 0, 1, torch.device("cpu"))
 
@@ -439,7 +439,7 @@ def test_predictions_of_one_rank_are_sorted_too():
     [
         ("iterable", "split"),
         ("uneven_train", "max"),
-        ("eval_tail", "drop"),
+        ("eval_padding", "drop"),
         ("batch_size", 8),
         ("resume", "never"),
         ("rank_rng", True),

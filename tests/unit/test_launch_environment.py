@@ -12,7 +12,7 @@ from lightning_dp.launch.environment import (
     check_placement,
     compare_members,
 )
-from lightning_dp.launch.options import FaultOptions
+from lightning_dp.options import FaultOptions
 
 LOCAL = Placement("lightning", True, 0, 2, 2, 1, pid=100)
 
@@ -81,8 +81,7 @@ def test_ranks_of_different_jobs_are_shown_side_by_side():
         {"error_grace_s": -1.0},
         {"stall_report_s": -1},
         {"on_preempt": "save"},
-        {"preempt_signals": ("SIGWHAT",)},
-        {"preempt_signals": ("SIGKILL",)},
+        {"preempt_signals": "SIGTERM"},
     ],
 )
 def test_options_that_cannot_be_are_named(bad):

@@ -17,6 +17,22 @@ def test_minimal_learns_to_read_digits(tmp_path):
     assert float(re.search(r"test/acc +│ +([\d.]+)", output)[1]) > 0.95
 
 
+@pytest.mark.multi_process
+def test_lightning_cli_trains_on_two_ranks(tmp_path):
+    """33 batches of 32 rows: 17 steps on each of two ranks."""
+    options = "--trainer.strategy lightning_dp.LeanDDPStrategy --trainer.strategy.bucket_cap_mb 8"
+    succeed(
+        "python",
+        ROOT / "examples" / "lightning_cli.py",
+        *f"fit --trainer.devices 2 {options} --trainer.max_epochs 1".split(),
+        cwd=tmp_path,
+    )
+    saved = OmegaConf.load(tmp_path / "config.yaml").trainer.strategy
+    assert saved.class_path == "lightning_dp.LeanDDPStrategy"
+    assert saved.init_args.bucket_cap_mb == 8
+    assert (tmp_path / "checkpoints" / "epoch=0-step=17.ckpt").exists()
+
+
 def test_readme_shows_the_minimal_example():
     """Ten lines of Python in the README, taken from a file that is run."""
     example = (ROOT / "examples" / "minimal.py").read_text()

@@ -67,7 +67,7 @@ def test_each_sample_is_evaluated_once_in_equal_steps():
 
 
 def test_the_controls_ddp_and_pad_count_samples_twice():
-    for kind, options in (("ddp", {}), ("lean", {"eval_tail": "pad"})):
+    for kind, options in (("ddp", {}), ("lean", {"eval_padding": "pad"})):
         results = ranks(_validate, 2, [(7, 2)], kind, options)
         assert sum(len(b) for own in results for b in own[0][1]) == 8
         assert results[0][0][0]["mean"] != pytest.approx(3.0)
@@ -176,7 +176,7 @@ def test_ragged_rows_come_back_exactly_and_in_order():
 
 
 def test_padded_evaluation_still_gathers_each_sample_once():
-    for results in ranks(_gathers, 2, [(5, 2, False, 1.0)], {"eval_tail": "pad"}):
+    for results in ranks(_gathers, 2, [(5, 2, False, 1.0)], {"eval_padding": "pad"}):
         assert results[0][1] == [10.0 * i for i in range(5)]
 
 

@@ -44,7 +44,7 @@ def test_control_ddp_scales_a_short_window_wrongly(batches, window, want):
     [("step", 4), ("carry", 2), ("drop", 2)],  # 2 epochs of 5 micro-batches, window 4
 )
 def test_tails(tail, steps):
-    for seen in ranks(_unit, 2, 5, 4, "lean", {"tail": tail}, 2):
+    for seen in ranks(_unit, 2, 5, 4, "lean", {"incomplete_window": tail}, 2):
         assert seen == [1.0] * steps
 
 

@@ -49,7 +49,7 @@ def _estimate(rank, world_size, port, schedule, tail):
     t = trainer(
         world_size,
         port,
-        lean(tail=tail),
+        lean(incomplete_window=tail),
         callbacks=callbacks,
         max_epochs=4,
         accumulate_grad_batches=1 if schedule else 3,

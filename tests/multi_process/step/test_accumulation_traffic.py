@@ -147,7 +147,9 @@ def _leftover(rank, world_size, port, tail):
     module = Manual(4, context=False)
     data = torch.ones(6, 2, 4, dtype=torch.float64)  # a step after 4 of 6: 2 are left
     said = log_lines()
-    t = trainer(world_size, port, lean(tail=tail), max_epochs=2, use_distributed_sampler=False)
+    t = trainer(
+        world_size, port, lean(incomplete_window=tail), max_epochs=2, use_distributed_sampler=False
+    )
     t.fit(module, DataLoader(data, batch_size=None))
     return [g.abs().sum().item() for g in module.gradients], said
 
@@ -155,7 +157,7 @@ def _leftover(rank, world_size, port, tail):
 def test_a_gradient_left_at_an_epochs_end_is_said_and_not_leaked():
     (dropped, said), _ = ranks(_leftover, 2, "step")
     (carried, silent), _ = ranks(_leftover, 2, "carry")
-    assert any("2 micro-batch(es)" in line and "tail='carry'" in line for line in said)
+    assert any("2 micro-batch(es)" in line and "incomplete_window='carry'" in line for line in said)
     assert not any("micro-batch(es)" in line for line in silent)
     assert len(dropped) == len(carried) == 2
     assert dropped[0] == carried[0]
