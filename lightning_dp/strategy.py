@@ -58,6 +58,7 @@ class LeanDDPStrategy(DDPStrategy):
         self._micro: int | None = None
         super().__init__(**options.of_ddp())
         hook = options.ddp_comm_hook, options.ddp_comm_state, options.ddp_comm_wrapper
+        self._undo_no_sync: Callable[[], None] | None = None
         self._engine = StepDriver(options, *hook, self._timeout)
         self._data_plane = DataPlane(options, self._timeout)
         self._controller = RunController(options, self._engine)
@@ -220,6 +221,7 @@ class LeanDDPStrategy(DDPStrategy):
         Collective: every rank. Blocks.
         """
         assert self.lightning_module is not None
+        self._undo_no_sync = trainer_seams.offer_no_sync(self.lightning_module, self.accumulate)
         self._engine.open(self.lightning_module, self.root_device, self._controller.supervision)
 
     def setup_environment(self) -> None:
@@ -385,6 +387,8 @@ class LeanDDPStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Remove every hook, then as the parent."""
+        if self._undo_no_sync is not None:
+            self._undo_no_sync()
         self._engine.close()
         self._data_plane.teardown()
         super().teardown()

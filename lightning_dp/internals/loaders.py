@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_dp.internals.patch import patched
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -32,24 +34,11 @@ def take_over_loaders(trainer: pl.Trainer) -> Callable[[], None] | None:
     """
     connector = getattr(trainer, "_data_connector", None)
     if callable(getattr(connector, "_prepare_dataloader", None)):
-        return _set(connector, "_prepare_dataloader", lambda dataloader, *_, **__: dataloader)
+        return patched(connector, "_prepare_dataloader", lambda dataloader, *_, **__: dataloader)
     accelerator = getattr(trainer, "_accelerator_connector", None)
     if hasattr(accelerator, "use_distributed_sampler"):
-        return _set(accelerator, "use_distributed_sampler", False)
+        return patched(accelerator, "use_distributed_sampler", False)
     return None
-
-
-def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    before = vars(owner).get(name, owner)  # the owner stands for: not there
-    setattr(owner, name, value)
-
-    def undo() -> None:
-        if before is owner:
-            vars(owner).pop(name, None)
-        else:
-            setattr(owner, name, before)
-
-    return undo
 
 
 def index_recorder() -> Callable[[Any], Any] | None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_dp.internals.patch import patched
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -21,12 +23,7 @@ def silence_per_batch_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
     loop = getattr(trainer.fit_loop, "epoch_loop", None)
     if not hasattr(loop, "_broadcast_sigterm_tensor"):
         return lambda: None
-    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[union-attr]
-
-    def undo() -> None:
-        vars(loop).pop("_broadcast_sigterm_tensor", None)
-
-    return undo
+    return patched(loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
 def after_each_batch(trainer: pl.Trainer, act: Callable[[], None]) -> Callable[[], None]:
@@ -47,12 +44,7 @@ def after_each_batch(trainer: pl.Trainer, act: Callable[[], None]) -> Callable[[
         original()
         act()
 
-    connector.on_batch_end = on_batch_end  # type: ignore[union-attr]
-
-    def undo() -> None:
-        vars(connector).pop("on_batch_end", None)
-
-    return undo
+    return patched(connector, "on_batch_end", on_batch_end)
 
 
 def _callback_after_each_batch(trainer: pl.Trainer, act: Callable[[], None]) -> Callable[[], None]:

@@ -16,6 +16,8 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import launchers as _launchers
 from lightning.pytorch.utilities import exceptions as _exceptions
 
+from lightning_dp.internals.patch import all_of, patched
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -85,14 +87,11 @@ def replace_signal_handlers(
     connector = getattr(trainer, "_signal_connector", None)
     names = ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
     present = [name for name in names if hasattr(connector, name)]
-    for name in present:
-        setattr(connector, name, lambda signum, frame: handle(int(signum)))
 
-    def undo() -> None:
-        for name in present:
-            vars(connector).pop(name, None)
+    def handler(signum: int, _frame: Any) -> None:
+        handle(int(signum))
 
-    return undo
+    return all_of(*(patched(connector, name, handler) for name in present))
 
 
 def forget_handlers(trainer: pl.Trainer, previous: Mapping[int, Any]) -> None:
@@ -153,14 +152,7 @@ def atomic_links(trainer: pl.Trainer) -> Callable[[], None]:
         for callback in getattr(trainer, "checkpoint_callbacks", ())
         if getattr(callback, "save_last", None) == "link" and hasattr(callback, "_link_checkpoint")
     ]
-    for callback in callbacks:
-        callback._link_checkpoint = _link_checkpoint
-
-    def undo() -> None:
-        for callback in callbacks:
-            vars(callback).pop("_link_checkpoint", None)
-
-    return undo
+    return all_of(*(patched(each, "_link_checkpoint", _link_checkpoint) for each in callbacks))
 
 
 def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:

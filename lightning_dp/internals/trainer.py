@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 
+from lightning_dp.internals.patch import all_of, patched
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -99,9 +101,9 @@ def own_window(
 
         return zero_grad
 
-    return _replace(
-        (epoch_loop, "_should_accumulate", should_accumulate),
-        (automatic, "_make_zero_grad_fn", make_zero_grad),
+    return all_of(
+        patched(epoch_loop, "_should_accumulate", should_accumulate),
+        patched(automatic, "_make_zero_grad_fn", make_zero_grad),
     )
 
 
@@ -135,7 +137,7 @@ def own_schedules(trainer: pl.Trainer, step_was_skipped: Callable[[], bool]) -> 
             for config, frequency in zip(configs, frequencies, strict=True):
                 config.frequency = frequency
 
-    return _replace((epoch_loop, "_update_learning_rates", update))
+    return patched(epoch_loop, "_update_learning_rates", update)
 
 
 def own_estimate(trainer: pl.Trainer, correct: Callable[[float], float]) -> Callable[[], None]:
@@ -152,21 +154,33 @@ def own_estimate(trainer: pl.Trainer, correct: Callable[[float], float]) -> Call
     if not isinstance(original, property) or original.fget is None:
         return lambda: None
     read = original.fget
-    own = cls.__dict__.get(name)
 
     def estimated(self: pl.Trainer) -> float:
         value: float = read(self)
         return correct(value) if self is trainer else value
 
-    setattr(cls, name, property(estimated))
+    return patched(cls, name, property(estimated))
 
-    def undo() -> None:
-        if own is not None:
-            setattr(cls, name, own)
-        elif name in cls.__dict__:
-            delattr(cls, name)
 
-    return undo
+def offer_no_sync(module: Any, no_sync: Callable[[], Any]) -> Callable[[], None]:
+    """Let ``trainer.model.no_sync()`` work while ``module`` trains.
+
+    Public code asks a ``DDPStrategy`` for it. Nothing is stored on the module: its class answers, for this
+    module only. A class that has the method keeps it.
+
+    Returns:
+        Undoes it.
+    """
+    cls = type(module)
+    if hasattr(cls, "no_sync"):
+        return lambda: None
+
+    def ask(self: Any) -> Any:
+        if self is not module:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'no_sync'")
+        return no_sync()
+
+    return patched(cls, "no_sync", ask)
 
 
 def accumulation_schedule(trainer: pl.Trainer) -> Callable[[int], int] | None:
@@ -177,15 +191,3 @@ def accumulation_schedule(trainer: pl.Trainer) -> Callable[[int], int] | None:
         if isinstance(callback, GradientAccumulationScheduler):
             return callback.get_accumulate_grad_batches
     return None
-
-
-def _replace(*changes: tuple[Any, str, Any]) -> Callable[[], None]:
-    """Set attributes on instances; return what takes them away again."""
-    for owner, name, value in changes:
-        setattr(owner, name, value)
-
-    def undo() -> None:
-        for owner, name, _ in changes:
-            vars(owner).pop(name, None)
-
-    return undo

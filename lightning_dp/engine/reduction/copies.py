@@ -66,32 +66,22 @@ def copy_in(bucket: Bucket, reduction: int, factor: float, *, empty: bool = Fals
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     for position, slot in enumerate(bucket.slots):
-        param = slot.param
-        grad = param.grad
-        view = slot.view
+        view, grad = slot.view, slot.param.grad
         assert view is not None
         if slot.copied_in == reduction and not empty:
             if grad is not None:
                 view.add_(grad.detach(), alpha=factor)  # it fired again before the bucket left
-                param.grad = None
-            continue
-        if grad is None or empty or slot.removed:
+        elif grad is None or empty or slot.removed:
             view.zero_()
             if not slot.removed:
                 bucket.unused.append(position)
-                param.grad = None
-            continue
-        if grad is not slot.grad_view:
-            if slot.grad_view is None and not grad.is_sparse:
-                slot.local_grad = grad
-            source = _real_and_dense(grad) if slot.is_complex or grad.is_sparse else grad
-            if source.shape != view.shape:
-                raise changed_shape(slot, view.shape)
-            targets.append(view)
-            sources.append(source)
-        if factor != 1.0 and position < bucket.early_slots:
-            late.append(view)
-        param.grad = None
+        else:
+            if grad is not slot.grad_view:
+                targets.append(view)
+                sources.append(_source(slot, grad, view))
+            if factor != 1.0 and position < bucket.early_slots:
+                late.append(view)
+        slot.param.grad = None
     if targets:
         torch._foreach_copy_(targets, sources)
     if factor != 1.0:
@@ -101,6 +91,16 @@ def copy_in(bucket: Bucket, reduction: int, factor: float, *, empty: bool = Fals
     bucket.flags.fill_(factor)
     for position in bucket.unused:
         bucket.flags[position] = 0
+
+
+def _source(slot: Slot, grad: Tensor, view: Tensor) -> Tensor:
+    """Return what is copied into ``view``; keep a gradient of another dtype to give its memory back."""
+    if slot.grad_view is None and not grad.is_sparse:
+        slot.local_grad = grad
+    source = _real_and_dense(grad) if slot.is_complex or grad.is_sparse else grad
+    if source.shape != view.shape:
+        raise changed_shape(slot, view.shape)
+    return source
 
 
 def _real_and_dense(grad: Tensor) -> Tensor:

@@ -36,8 +36,16 @@ from lightning_dp.errors import RankFailedError
 GIVE_UP_S = 5.0
 
 
-def _ignore(_: BaseException) -> None:
+def _ignore(*_: object) -> None:
     pass
+
+
+def _no() -> bool:
+    return False
+
+
+def _unwatched(_: str) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -52,9 +60,9 @@ class Supervision:
     """
 
     failed: Callable[[BaseException], None] = _ignore
-    waiting: Callable[[str], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
-    asked_to_stop: Callable[[], bool] = lambda: False
-    stopped: Callable[[], None] = lambda: None
+    waiting: Callable[[str], AbstractContextManager[None]] = _unwatched
+    asked_to_stop: Callable[[], bool] = _no
+    stopped: Callable[[], None] = _ignore
 
 
 def bounded_wait(works: Sequence[Any]) -> bool:
