@@ -17,7 +17,7 @@ from lightning_dp.faults.settle import explain, find_first, linger
 from lightning_dp.faults.sockets import GroupSockets
 from lightning_dp.faults.store import Store
 from lightning_dp.faults.waits import Waits
-from lightning_dp.faults.watch import Watch
+from lightning_dp.faults.watchdog import Watchdog
 
 
 def _never(error: BaseException) -> bool:
@@ -59,7 +59,7 @@ class FailureGuard:
         self.waits = Waits()
         self.sockets = GroupSockets()
         self.channel: FailureChannel | None = None
-        self.watch: Watch | None = None
+        self.watchdog: Watchdog | None = None
         self.on_failure: list[Callable[[BaseException], None]] = []
         self._is_agreed = is_agreed
         self._interrupter = Interrupter()
@@ -111,7 +111,7 @@ class FailureGuard:
             store: For the thread that trains.
             rank: This rank.
             processes: Of all ranks.
-            thread_store: The same keys through another connection, for the watching thread.
+            thread_store: The same keys through another connection, for the watchdog.
             children: Exit codes by rank of children that have ended.
             store_host: The rank that hosts the store; -1 if none of them.
             parent_pid: End with this parent.
@@ -123,7 +123,7 @@ class FailureGuard:
         self.channel = FailureChannel(store, rank, world_size)
         self._hosts_store = store_host == rank
         self._barriers = 0
-        self.watch = Watch(
+        self.watchdog = Watchdog(
             FailureChannel(thread_store, rank, world_size),
             Peers(processes, rank, children, store_host),
             self.waits,
@@ -135,13 +135,13 @@ class FailureGuard:
             where=self.where,
             groups=self.groups,
         )
-        self.watch.start()
+        self.watchdog.start()
 
     def close(self) -> None:
         """Stop watching; tell the others that this rank has left."""
-        watch, self.watch = self.watch, None
-        if watch is not None:
-            watch.stop()
+        watchdog, self.watchdog = self.watchdog, None
+        if watchdog is not None:
+            watchdog.stop()
         channel, self.channel = self.channel, None
         if channel is not None and not self.failing:
             with contextlib.suppress(dist.DistError, RuntimeError):
@@ -204,17 +204,17 @@ class FailureGuard:
         Returns:
             The error to raise in its place, or None.
         """
-        channel, watch = self.channel, self.watch
+        channel, watchdog = self.channel, self.watchdog
         if self._is_agreed(error):
             return None
         self.failing = True
-        if watch is not None:
-            watch.unwinding = True
+        if watchdog is not None:
+            watchdog.unwinding = True
         replacement = None
-        if channel is not None and watch is not None:
+        if channel is not None and watchdog is not None:
             self.first = find_first(
                 channel,
-                watch,
+                watchdog,
                 error,
                 where=self.where(),
                 waited_for=self.waits.last,

@@ -18,7 +18,7 @@ from lightning_dp.faults.record import (
     say_briefly,
 )
 from lightning_dp.faults.waits import ADVICE
-from lightning_dp.faults.watch import Watch
+from lightning_dp.faults.watchdog import Watchdog
 
 _LINGER_S = 1.5
 _CAUSE_KNOWN_AFTER_S = 2.5  # a process that died without a word is noticed well within this
@@ -26,7 +26,7 @@ _CAUSE_KNOWN_AFTER_S = 2.5  # a process that died without a word is noticed well
 
 def find_first(
     channel: FailureChannel,
-    watch: Watch,
+    watchdog: Watchdog,
     error: BaseException,
     *,
     where: str,
@@ -40,7 +40,7 @@ def find_first(
 
     Args:
         channel: For the thread that trains.
-        watch: This rank's.
+        watchdog: This rank's.
         error: With which this rank leaves.
         where: What it was doing.
         waited_for: The collective that it waited for last.
@@ -55,9 +55,9 @@ def find_first(
         own = FailureRecord.from_exception(channel.rank, error, where)
         first = None
         if is_consequence(error):
-            watch.hurry()
+            watchdog.hurry()
             question = channel.ask()
-            first = _wait_for(lambda: watch.first or channel.first(), grace_s)
+            first = _wait_for(lambda: watchdog.first or channel.first(), grace_s)
             if first is None:
                 own = _blame(channel, question, own, waited_for)
         if first is None:
@@ -67,8 +67,8 @@ def find_first(
         if first.rank != channel.rank:
             channel.acknowledge()
         return first
-    except dist.DistError:  # the store has gone, and the watching thread says with whom
-        return _wait_for(lambda: watch.first, grace_s)
+    except dist.DistError:  # the store has gone, and the watchdog says with whom
+        return _wait_for(lambda: watchdog.first, grace_s)
 
 
 def _wait_for(look: Callable[[], FailureRecord | None], grace_s: float) -> FailureRecord | None:

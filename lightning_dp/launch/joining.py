@@ -37,7 +37,7 @@ def join(
         strategy: Whose ranks; does nothing for a world of one.
         begin_session: The session to use.
         guard: Opened with what the meeting gave.
-        preemption: Told and heard of by the watching thread.
+        preemption: Told and heard of by the watchdog.
         timeout_s: Seconds to wait for ranks that are missing.
 
     Raises:
@@ -110,5 +110,5 @@ def _watch(
         store_host=-1 if session.outlives_ranks else 0,
         parent_pid=int(parent) if parent else None,
     )
-    assert guard.watch is not None
-    guard.watch.hooks.append(preemption.share)
+    assert guard.watchdog is not None
+    guard.watchdog.hooks.append(preemption.share)

@@ -48,7 +48,7 @@ def guarded(rank, world_size, port, body, **options):
     except BaseException as error:
         told.update(error=error, seconds=time.monotonic() - begin)
     linger(meeting.store, rank, world_size)
-    told["rest"] = [t.name for t in threading.enumerate() if t.name == "lean-ddp-watch"]
+    told["rest"] = [t.name for t in threading.enumerate() if t.name == "lean-ddp-watchdog"]
     return told
 
 

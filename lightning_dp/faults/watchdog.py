@@ -1,4 +1,4 @@
-"""The watch: one thread per rank that looks for the first failure of any rank and acts on it.
+"""The watchdog: one thread per rank that looks for the first failure of any rank and acts on it.
 
 [Note: escalation] A rank that must stop because another one failed is first interrupted: an exception in
 the thread that trains, so that ``finally`` blocks and ``on_exception`` hooks run. If it does not leave
@@ -45,11 +45,11 @@ _REPORT_WAITS_AFTER_S = 1.0
 _DEADLOCK_AFTER_S = 2.0
 
 
-class Watch:
+class Watchdog:
     """Watches the other ranks while this one is in a call of the trainer.
 
     Args:
-        channel: A channel of the watch's own (its store client is used by no other thread).
+        channel: A channel of its own (its store client is used by no other thread).
         peers: The processes of all ranks.
         waits: What this rank waits for.
         interrupter: Reaches the thread that trains.
@@ -97,7 +97,7 @@ class Watch:
         self._stop = threading.Event()
         self._period_s = PERIOD_S
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lean-ddp-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="lean-ddp-watchdog", daemon=True)
 
     def start(self) -> None:
         """Begin to watch."""
