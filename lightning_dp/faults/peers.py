@@ -17,7 +17,7 @@ from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.record import FailureRecord
 
 SILENCE_S = 60.0
-_HEARING_S = 5.0
+_HEARTBEATS_EVERY_S = 5.0
 _SURE_AFTER_S = 0.8  # a launcher that knows the exit code speaks first
 
 
@@ -49,7 +49,7 @@ class Peers:
         self._remote = remote if rank == 0 else [r for r in remote if r == 0]
         self._missing_since: dict[int, float] = {}
         self._heard: dict[int, tuple[int, float]] = {}
-        self._next_hearing = 0.0
+        self._next_heartbeats = 0.0
 
     @property
     def store_host_left(self) -> bool:
@@ -95,16 +95,16 @@ class Peers:
 
     def _silent(self, channel: FailureChannel) -> list[int]:
         now = time.monotonic()
-        if now < self._next_hearing:
+        if now < self._next_heartbeats:
             return []
-        self._next_hearing = now + _HEARING_S
+        self._next_heartbeats = now + _HEARTBEATS_EVERY_S
         silent = []
         for rank in self._remote:
-            text = channel.read(f"beat/{rank}")
-            beat = int(json.loads(text)["beat"]) if text else 0
+            text = channel.read(f"heartbeat/{rank}")
+            heartbeat = int(json.loads(text)["heartbeat"]) if text else 0
             last, heard_at = self._heard.get(rank, (-1, now))
-            if beat != last:
-                self._heard[rank] = (beat, now)
+            if heartbeat != last:
+                self._heard[rank] = (heartbeat, now)
             elif now - heard_at > SILENCE_S and rank not in self.left:
                 silent.append(rank)
         return silent

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
 HURRIED_PERIOD_S = 0.1
-BEAT_S = 5.0
+HEARTBEAT_S = 5.0
 _REPORT_WAITS_AFTER_S = 1.0
 _DEADLOCK_AFTER_S = 2.0
 
@@ -91,8 +91,8 @@ class Watchdog:
         self._told_at = 0.0
         self._cut = False
         self._answered = ""
-        self._beats = 0
-        self._next_beat = 0.0
+        self._heartbeats = 0
+        self._next_heartbeat = 0.0
         self._suspect: tuple[tuple[int, str, int], ...] | None = None
         self._stop = threading.Event()
         self._period_s = PERIOD_S
@@ -197,18 +197,18 @@ class Watchdog:
         now = time.monotonic()
         wait = self._waits.look()
         age = now - wait.since if wait is not None else 0.0
-        if age < _REPORT_WAITS_AFTER_S and now < self._next_beat:
+        if age < _REPORT_WAITS_AFTER_S and now < self._next_heartbeat:
             return
-        self._next_beat = now + BEAT_S
-        self._beats += 1
-        report = {**self._waits.report(), "beat": self._beats, "where": self._where()}
-        self.channel.write(f"beat/{self.channel.rank}", json.dumps(report))
+        self._next_heartbeat = now + HEARTBEAT_S
+        self._heartbeats += 1
+        report = {**self._waits.report(), "heartbeat": self._heartbeats, "where": self._where()}
+        self.channel.write(f"heartbeat/{self.channel.rank}", json.dumps(report))
         if wait is None or age < _DEADLOCK_AFTER_S:
             self._suspect = None
             return
-        reports = self.channel.read_ranks("beat")
+        reports = self.channel.read_ranks("heartbeat")
         for rank in self._peers.left & set(reports):
-            reports[rank] = {**reports[rank], "gone": True, "what": "", "beat": -1}
+            reports[rank] = {**reports[rank], "gone": True, "what": "", "heartbeat": -1}
         self._check_deadlock(reports)
         if self._stall_report_s and age > self._stall_report_s and not wait.reported:
             wait.reported = True
@@ -220,7 +220,7 @@ class Watchdog:
         found = find_deadlock(reports)
         now = None
         if found is not None:
-            now = tuple((rank, reports[rank]["what"], reports[rank]["beat"]) for rank in found)
+            now = tuple((rank, reports[rank]["what"], reports[rank]["heartbeat"]) for rank in found)
         before, self._suspect = self._suspect, now
         if now is None or before is None or [n[:2] for n in now] != [b[:2] for b in before]:
             return

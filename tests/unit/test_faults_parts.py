@@ -116,13 +116,13 @@ def test_a_silent_rank_of_another_machine_is_found(monkeypatch):
     from lightning_dp.faults import peers as module
 
     monkeypatch.setattr(module, "SILENCE_S", 0.2)
-    monkeypatch.setattr(module, "_HEARING_S", 0.0)
+    monkeypatch.setattr(module, "_HEARTBEATS_EVERY_S", 0.0)
     mine = ProcessIdentity.of_this_process()
     far = ProcessIdentity(1, 1, "elsewhere")
     channel = FailureChannel(empty_store(), 0, 2)
     peers = Peers([mine, far], 0, None, 0)
-    for beat in range(5):
-        channel.write("beat/1", f'{{"beat": {beat}}}')
+    for heartbeat in range(5):
+        channel.write("heartbeat/1", f'{{"heartbeat": {heartbeat}}}')
         assert peers.find_dead(channel) is None
         time.sleep(0.1)
     time.sleep(0.3)
@@ -317,7 +317,7 @@ def test_another_thread_is_interrupted_between_bytecodes():
 def waiting(what, kind="collectives", number=1, collectives=0, gradients=0, **more):
     begun = {"collectives": collectives, "gradients": gradients}
     begun[kind] = max(begun[kind], number if what else 0)
-    return {"what": what, "kind": kind, "number": number, "begun": begun, "beat": 1, **more}
+    return {"what": what, "kind": kind, "number": number, "begun": begun, "heartbeat": 1, **more}
 
 
 @pytest.mark.parametrize(
