@@ -69,26 +69,26 @@ class FailureChannel:
 
     # Who is there
 
-    def ask(self) -> str:
-        """Ask all ranks whether they are there; return the question's name. Collective: none."""
-        question = secrets.token_hex(4)
-        self._store.set("question", question)
-        return question
+    def ping(self) -> str:
+        """Ask all ranks whether they are there; return the ping's name. Collective: none."""
+        ping = secrets.token_hex(4)
+        self._store.set("ping", ping)
+        return ping
 
-    def answer(self, answered: str) -> str:
-        """Answer the open question, unless it is ``answered``; return its name. Collective: none."""
-        question = self.read("question") or ""
-        if question != answered:
-            self._store.set(f"answer/{question}/{self.rank}", "1")
-        return question
+    def answer_ping(self, answered: str) -> str:
+        """Answer the latest ping, unless it is ``answered``; return its name. Collective: none."""
+        ping = self.read("ping") or ""
+        if ping != answered:
+            self._store.set(f"answer/{ping}/{self.rank}", "1")
+        return ping
 
-    def unanswered(self, question: str) -> list[int]:
+    def unanswered(self, ping: str) -> list[int]:
         """Other ranks that have neither answered nor left. Collective: none."""
         return [
             rank
             for rank in range(self.world_size)
             if rank != self.rank
-            and not self._store.check([f"answer/{question}/{rank}"])
+            and not self._store.check([f"answer/{ping}/{rank}"])
             and not self._store.check([f"left/{rank}"])
         ]
 

@@ -56,10 +56,10 @@ def find_first(
         first = None
         if is_consequence(error):
             watchdog.hurry()
-            question = channel.ask()
+            ping = channel.ping()
             first = _wait_for(lambda: watchdog.first or channel.first(), grace_s)
             if first is None:
-                own = _blame(channel, question, own, waited_for)
+                own = _blame(channel, ping, own, waited_for)
         if first is None:
             first = channel.publish(own)
         else:
@@ -80,10 +80,10 @@ def _wait_for(look: Callable[[], FailureRecord | None], grace_s: float) -> Failu
 
 
 def _blame(
-    channel: FailureChannel, question: str, own: FailureRecord, waited_for: str
+    channel: FailureChannel, ping: str, own: FailureRecord, waited_for: str
 ) -> FailureRecord:
     """A connection was lost and nobody has told why."""
-    silent = channel.unanswered(question)
+    silent = channel.unanswered(ping)
     if silent:
         lost = f"rank {channel.rank} lost its connection: {own.message[:200]}"
         return FailureRecord(silent[0], "it does not answer", lost, host="?", pid=-1)

@@ -133,7 +133,7 @@ class Watchdog:
         if self._parent_pid is not None and parent_has_gone(self._parent_pid):
             self._exit("the process that started this rank has gone", 1)
         self._interrupter.ctrl_c.look()
-        self._answered = self.channel.answer(self._answered)
+        self._answered = self.channel.answer_ping(self._answered)
         if self.first is None:
             self.first = self.channel.first() or self._peers.find_dead(self.channel)
         if self.first is None and self._interrupter.ctrl_c.is_stuck(self._grace_s):
