@@ -13,7 +13,7 @@ from lightning_dp.faults.interrupt import Interrupter
 from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.peers import Peers
 from lightning_dp.faults.record import FailureRecord, is_consequence
-from lightning_dp.faults.settle import explain, find_first, linger
+from lightning_dp.faults.root_cause import explain, find_root_cause, wait_until_read
 from lightning_dp.faults.sockets import GroupSockets
 from lightning_dp.faults.store import Store
 from lightning_dp.faults.waits import Waits
@@ -212,7 +212,7 @@ class FailureGuard:
             watchdog.unwinding = True
         replacement = None
         if channel is not None and watchdog is not None:
-            self.first = find_first(
+            self.first = find_root_cause(
                 channel,
                 watchdog,
                 error,
@@ -222,7 +222,7 @@ class FailureGuard:
             )
             replacement = explain(self.first, channel, error)
         if channel is not None and self._hosts_store:
-            linger(channel, self.first)
+            wait_until_read(channel, self.first)
         for tell in self.on_failure:
             tell(replacement if replacement is not None else error)
         self.sockets.close_all()  # ranks blocked in a collective with this one get an error now

@@ -19,7 +19,7 @@ from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.peers import Peers, describe_exit
 from lightning_dp.faults.preemption import StopLine
 from lightning_dp.faults.record import FailureRecord, brief_of, exit_code_of, is_consequence
-from lightning_dp.faults.settle import explain
+from lightning_dp.faults.root_cause import explain
 from lightning_dp.faults.store import empty_store
 from lightning_dp.faults.waits import (
     EngineWait,

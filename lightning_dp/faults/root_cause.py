@@ -20,11 +20,11 @@ from lightning_dp.faults.record import (
 from lightning_dp.faults.waits import ADVICE
 from lightning_dp.faults.watchdog import Watchdog
 
-_LINGER_S = 1.5
+_GRACE_PERIOD_S = 1.5
 _CAUSE_KNOWN_AFTER_S = 2.5  # a process that died without a word is noticed well within this
 
 
-def find_first(
+def find_root_cause(
     channel: FailureChannel,
     watchdog: Watchdog,
     error: BaseException,
@@ -125,10 +125,10 @@ def explain(
     return None
 
 
-def linger(channel: FailureChannel, first: FailureRecord | None) -> None:
+def wait_until_read(channel: FailureChannel, first: FailureRecord | None) -> None:
     """The process that hosts the store stays until the others have read what happened."""
     dead = first.rank if first is not None and not first.traceback else -1
-    deadline = time.monotonic() + _LINGER_S
+    deadline = time.monotonic() + _GRACE_PERIOD_S
     with contextlib.suppress(dist.DistError, RuntimeError):
         while not channel.all_acknowledged(without=dead) and time.monotonic() < deadline:
             time.sleep(0.02)
