@@ -157,7 +157,7 @@ def compare_members(members: tuple[dict[str, object], ...], rank: int) -> None:
     """All ranks must run the same job.
 
     Args:
-        members: What each rank brought to the meeting; ``job`` is compared.
+        members: What each rank brought to the rendezvous; ``job`` is compared.
         rank: This rank.
 
     Raises:

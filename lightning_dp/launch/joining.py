@@ -16,7 +16,7 @@ from lightning_dp.internals import hydra as hydra_seams
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch.environment import PARENT_VARIABLE, check_group, compare_members
 from lightning_dp.launch.launcher import placement
-from lightning_dp.launch.meeting import Meeting, describe_this_rank, meet
+from lightning_dp.launch.rendezvous import Rendezvous, describe_this_rank, rendezvous
 from lightning_dp.launch.session import Session
 from lightning_dp.launch.stores import reach_store
 
@@ -36,7 +36,7 @@ def join(
     Args:
         strategy: Whose ranks; does nothing for a world of one.
         begin_session: The session to use.
-        guard: Opened with what the meeting gave.
+        guard: Opened with what the rendezvous gave.
         preemption: Told and heard of by the watchdog.
         timeout_s: Seconds to wait for ranks that are missing.
 
@@ -58,18 +58,18 @@ def join(
     if session.store is None:
         address = (environment.main_address, environment.main_port)
         reach_store(session, rank, address, timeout_s)
-    meeting = _meet(session, timeout_s)
+    met = _rendezvous(session, timeout_s)
     guard.sockets.spared_port = session.port
     if not dist.is_initialized():
-        _make_group(strategy, meeting, guard)
-    _watch(session, meeting, guard, preemption)
+        _make_group(strategy, met, guard)
+    _watch(session, met, guard, preemption)
 
 
-def _meet(session: Session, timeout_s: float) -> Meeting:
+def _rendezvous(session: Session, timeout_s: float) -> Rendezvous:
     """Wait for the others and compare jobs. Collective: every rank. Blocks."""
     assert session.store is not None
     job = hydra_seams.hydra_job()
-    meeting = meet(
+    met = rendezvous(
         session.store,
         session.rank,
         session.world_size,
@@ -77,35 +77,33 @@ def _meet(session: Session, timeout_s: float) -> Meeting:
         timeout_s=timeout_s,
         check=session.check_peers,
     )
-    session.first_process = meeting.processes[0]
-    compare_members(meeting.members, session.rank)
-    return meeting
+    session.first_process = met.processes[0]
+    compare_members(met.members, session.rank)
+    return met
 
 
-def _make_group(strategy: DDPStrategy, meeting: Meeting, guard: FailureGuard) -> None:
+def _make_group(strategy: DDPStrategy, met: Rendezvous, guard: FailureGuard) -> None:
     """The default process group. Collective: every rank. Blocks."""
     device: torch.device = strategy.root_device
     backend = run_seams.process_group_backend(strategy)
     with guard.sockets.recording():
         dist.init_process_group(
             backend,
-            store=with_prefix("group", meeting.store),  # type: ignore[arg-type]
-            rank=meeting.rank,
-            world_size=meeting.world_size,
+            store=with_prefix("group", met.store),  # type: ignore[arg-type]
+            rank=met.rank,
+            world_size=met.world_size,
             timeout=run_seams.timeout_of(strategy),
             device_id=device if device.type != "cpu" else None,
         )
 
 
-def _watch(
-    session: Session, meeting: Meeting, guard: FailureGuard, preemption: StopRequest
-) -> None:
+def _watch(session: Session, met: Rendezvous, guard: FailureGuard, preemption: StopRequest) -> None:
     parent = os.environ.get(PARENT_VARIABLE)
     guard.open(
-        with_prefix("guard", meeting.store),
-        meeting.rank,
-        meeting.processes,
-        thread_store=with_prefix("guard", meeting.store.clone()),
+        with_prefix("guard", met.store),
+        met.rank,
+        met.processes,
+        thread_store=with_prefix("guard", met.store.clone()),
         children=session.children.ended if session.children.processes else None,
         store_host=-1 if session.outlives_ranks else 0,
         parent_pid=int(parent) if parent else None,

@@ -44,7 +44,7 @@ class Session:
 
     Attributes:
         children: Ranks that this process started.
-        store: Where the ranks meet; None before the first meeting.
+        store: Where the ranks meet; None before the first rendezvous.
         port: Its port.
         hosts_store: Whether this process hosts it.
         outlives_ranks: Whether a process that is no rank hosts it.

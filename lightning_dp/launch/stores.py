@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_dp.errors import LaunchError
 from lightning_dp.faults.store import port_of, tcp_store
-from lightning_dp.launch.meeting import open_store
+from lightning_dp.launch.rendezvous import open_store
 from lightning_dp.launch.session import Session
 
 log = logging.getLogger(__name__)

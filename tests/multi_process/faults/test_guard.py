@@ -13,7 +13,7 @@ from lightning_dp.errors import RankFailedError
 from lightning_dp.faults.failure_guard import FailureGuard
 from lightning_dp.faults.store import with_prefix
 from lightning_dp.faults.waits import EngineWait
-from lightning_dp.launch.meeting import describe_this_rank, meet, open_store
+from lightning_dp.launch.rendezvous import describe_this_rank, open_store, rendezvous
 from tests.support.logs import log_lines
 from tests.support.ranks import RankError
 from tests.support.trainers import ranks
@@ -25,18 +25,18 @@ def guarded(rank, world_size, port, body, **options):
     """Meet, open a guard and a gloo group, run ``body(guard, rank)`` inside; tell how it ended."""
     guard = FailureGuard(**{"error_grace_s": 1.0, **options})
     store = open_store("127.0.0.1", port, hosts=rank == 0, timeout_s=20, rank=rank)
-    meeting = meet(store, rank, world_size, describe_this_rank(), timeout_s=20)
+    met = rendezvous(store, rank, world_size, describe_this_rank(), timeout_s=20)
     told = {"finally": False}
     try:
         with guard.guarding():
-            thread_store = with_prefix("guard", meeting.store.clone())
-            own = with_prefix("guard", meeting.store)
-            guard.open(own, rank, meeting.processes, thread_store=thread_store, store_host=0)
+            thread_store = with_prefix("guard", met.store.clone())
+            own = with_prefix("guard", met.store)
+            guard.open(own, rank, met.processes, thread_store=thread_store, store_host=0)
             guard.sockets.spared_port = port
             with guard.sockets.recording():
                 dist.init_process_group(
                     "gloo",
-                    store=with_prefix("pg", meeting.store),
+                    store=with_prefix("pg", met.store),
                     rank=rank,
                     world_size=world_size,
                 )
@@ -47,7 +47,7 @@ def guarded(rank, world_size, port, body, **options):
                 told["finally"] = True
     except BaseException as error:
         told.update(error=error, seconds=time.monotonic() - begin)
-    linger(meeting.store, rank, world_size)
+    linger(met.store, rank, world_size)
     told["rest"] = [t.name for t in threading.enumerate() if t.name == "lean-ddp-watchdog"]
     return told
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_dp.errors import LaunchError
-from lightning_dp.launch.meeting import describe_this_rank, meet, open_store
+from lightning_dp.launch.rendezvous import describe_this_rank, open_store, rendezvous
 from tests.support.programs import free_port
 from tests.support.trainers import ranks
 
@@ -27,9 +27,9 @@ def _meet(rank, world_size, port, stale):
         for key, value in stale.items():
             store.set(key, value)
     time.sleep(0.3 * rank)
-    first = meet(store, rank, world_size, describe_this_rank(), timeout_s=20)
+    first = rendezvous(store, rank, world_size, describe_this_rank(), timeout_s=20)
     first.store.set(f"x/{rank}", str(rank))
-    second = meet(store, rank, world_size, describe_this_rank(), timeout_s=20)
+    second = rendezvous(store, rank, world_size, describe_this_rank(), timeout_s=20)
     seen = [first.store.get(f"x/{r}").decode() for r in range(world_size)]
     fresh = not second.store.check(["x/0"])
     alive = [p.is_alive() and p.is_local() for p in second.processes]
@@ -64,7 +64,7 @@ def _rank_2_never_comes(rank, world_size, port):
     store = open_store("127.0.0.1", port, hosts=rank == 0, timeout_s=2, rank=rank)
     begin = time.monotonic()
     with pytest.raises(LaunchError) as caught:
-        meet(store, rank, world_size, describe_this_rank(), timeout_s=2)
+        rendezvous(store, rank, world_size, describe_this_rank(), timeout_s=2)
     time.sleep(1 if rank == 0 else 0)
     return time.monotonic() - begin, str(caught.value)
 

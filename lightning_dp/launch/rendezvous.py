@@ -6,7 +6,7 @@ left in the agent's store (pytorch issues 135712 and 167288).
 
 [Note: roll call] Keys in a store may be left over from processes that are gone, so each rank brings a
 number drawn for this occasion. Rank 0 answers each by repeating it; a rank that reads its own number in
-the answer knows that the answer is fresh, and says so under the name of the new meeting. Only then does
+the answer knows that the answer is fresh, and says so under the name of the new rendezvous. Only then does
 it begin, under a prefix that nobody has used before.
 """
 
@@ -32,7 +32,7 @@ _POLL_S = (0.01, 0.25)  # first and longest pause between two looks
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """All ranks, met.
 
     Attributes:
@@ -81,7 +81,7 @@ def open_store(
         ) from error
 
 
-def meet(
+def rendezvous(
     store: Store,
     rank: int,
     world_size: int,
@@ -89,7 +89,7 @@ def meet(
     *,
     timeout_s: float,
     check: Callable[[], None] | None = None,
-) -> Meeting:
+) -> Rendezvous:
     """Wait until all ranks are here; return who they are.
 
     Args:
@@ -103,7 +103,7 @@ def meet(
     Raises:
         LaunchError: Some ranks did not come; the message names them.
 
-    Collective: every rank, once per meeting. Blocks.
+    Collective: every rank, once per rendezvous. Blocks.
     """
     identity = ProcessIdentity.of_this_process()
     nonce = secrets.token_hex(8)
@@ -114,8 +114,8 @@ def meet(
         name, roll = _hold_roll_call(store, world_size, wait, timeout_s)
     else:
         name, roll = _answer_roll_call(store, rank, world_size, nonce, wait, timeout_s)
-    return Meeting(
-        store=with_prefix(f"meeting/{name}", store),
+    return Rendezvous(
+        store=with_prefix(f"rendezvous/{name}", store),
         rank=rank,
         world_size=world_size,
         members=tuple(entry["info"] for entry in roll),
@@ -180,9 +180,7 @@ def _answer_roll_call(
         if not name and store.check([f"{_SEAT}/{rank}"]):
             seat, answered = store.get(f"{_SEAT}/{rank}").decode().split()
             if answered == nonce:
-                name = (
-                    seat  # for good: rank 0 may be at the next meeting before this rank reads "go"
-                )
+                name = seat  # for good: rank 0 may be at the next rendezvous before this rank reads "go"
                 store.set(f"{name}/here/{rank}", "1")
         if name and store.check([f"{name}/go"]):
             return name, json.loads(store.get(f"{name}/go"))
@@ -215,5 +213,5 @@ def _missing(
 
 
 def describe_this_rank() -> dict[str, Any]:
-    """What every rank brings to a meeting: enough to recognise it in a message."""
+    """What every rank brings to a rendezvous: enough to recognise it in a message."""
     return {"host": socket.gethostname(), "pid": os.getpid()}
