@@ -94,7 +94,7 @@ def fork_ranks(spec: Spec, token: str) -> dict[int, int]:
 def _be_rank(spec: Spec) -> None:
     import traceback
 
-    from lightning_dp.launch import session
+    from lightning_dp.launch import job as jobs
 
     code = 1
     try:
@@ -110,7 +110,7 @@ def _be_rank(spec: Spec) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        current = session.current()
+        current = jobs.current()
         if current is not None:
             current.at_exit()  # what the end of a program does; the other handlers are the parent's
         sys.stderr.flush()

@@ -15,9 +15,9 @@ from lightning_dp.faults.store import with_prefix
 from lightning_dp.internals import hydra as hydra_seams
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch.environment import PARENT_VARIABLE, check_group, compare_members
+from lightning_dp.launch.job import Job
 from lightning_dp.launch.launcher import placement
 from lightning_dp.launch.rendezvous import Rendezvous, describe_this_rank, rendezvous
-from lightning_dp.launch.session import Session
 from lightning_dp.launch.stores import reach_store
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def join(
     strategy: DDPStrategy,
-    begin_session: Callable[[], Session],
+    begin_job: Callable[[], Job],
     guard: FailureGuard,
     preemption: StopRequest,
     timeout_s: float,
@@ -35,7 +35,7 @@ def join(
 
     Args:
         strategy: Whose ranks; does nothing for a world of one.
-        begin_session: The session to use.
+        begin_job: The job to use.
         guard: Opened with what the rendezvous gave.
         preemption: Told and heard of by the watchdog.
         timeout_s: Seconds to wait for ranks that are missing.
@@ -53,32 +53,32 @@ def join(
         check_group(place, dist.get_world_size())
     if world_size == 1:
         return
-    session = begin_session()
-    session.rank, session.world_size = rank, world_size
-    if session.store is None:
+    job = begin_job()
+    job.rank, job.world_size = rank, world_size
+    if job.store is None:
         address = (environment.main_address, environment.main_port)
-        reach_store(session, rank, address, timeout_s)
-    met = _rendezvous(session, timeout_s)
-    guard.sockets.spared_port = session.port
+        reach_store(job, rank, address, timeout_s)
+    met = _rendezvous(job, timeout_s)
+    guard.sockets.spared_port = job.port
     if not dist.is_initialized():
         _make_group(strategy, met, guard)
-    _watch(session, met, guard, preemption)
+    _watch(job, met, guard, preemption)
 
 
-def _rendezvous(session: Session, timeout_s: float) -> Rendezvous:
+def _rendezvous(job: Job, timeout_s: float) -> Rendezvous:
     """Wait for the others and compare jobs. Collective: every rank. Blocks."""
-    assert session.store is not None
-    job = hydra_seams.hydra_job()
+    assert job.store is not None
+    hydra_job = hydra_seams.hydra_job()
     met = rendezvous(
-        session.store,
-        session.rank,
-        session.world_size,
-        {**describe_this_rank(), "job": job.describe() if job is not None else None},
+        job.store,
+        job.rank,
+        job.world_size,
+        {**describe_this_rank(), "job": hydra_job.describe() if hydra_job is not None else None},
         timeout_s=timeout_s,
-        check=session.check_peers,
+        check=job.check_peers,
     )
-    session.first_process = met.processes[0]
-    compare_members(met.members, session.rank)
+    job.first_process = met.processes[0]
+    compare_members(met.members, job.rank)
     return met
 
 
@@ -97,15 +97,15 @@ def _make_group(strategy: DDPStrategy, met: Rendezvous, guard: FailureGuard) -> 
         )
 
 
-def _watch(session: Session, met: Rendezvous, guard: FailureGuard, preemption: StopRequest) -> None:
+def _watch(job: Job, met: Rendezvous, guard: FailureGuard, preemption: StopRequest) -> None:
     parent = os.environ.get(PARENT_VARIABLE)
     guard.open(
         with_prefix("guard", met.store),
         met.rank,
         met.processes,
         thread_store=with_prefix("guard", met.store.clone()),
-        children=session.children.ended if session.children.processes else None,
-        store_host=-1 if session.outlives_ranks else 0,
+        children=job.children.ended if job.children.processes else None,
+        store_host=-1 if job.outlives_ranks else 0,
         parent_pid=int(parent) if parent else None,
     )
     assert guard.watchdog is not None

@@ -12,7 +12,7 @@ from lightning_dp.internals import hydra as hydra_seams
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals.hydra import HydraJob
 from lightning_dp.launch import exit_code
-from lightning_dp.launch import session as sessions
+from lightning_dp.launch import job as jobs
 from lightning_dp.launch.command import Program, check_repeatable, child_command
 from lightning_dp.launch.environment import PID_VARIABLE, Placement, check_placement
 from lightning_dp.launch.stores import host_store
@@ -61,8 +61,8 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
     @property
     def procs(self) -> list[subprocess.Popen[bytes]]:
         """The processes that were started."""
-        session = sessions.current()
-        return session.children.processes if session is not None else []
+        job = jobs.current()
+        return job.children.processes if job is not None else []
 
     @procs.setter
     def procs(self, value: Any) -> None:
@@ -85,22 +85,22 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         Collective: every rank. The call itself decides whether it blocks.
         """
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
-        job = hydra_seams.hydra_job()
+        hydra_job = hydra_seams.hydra_job()
         controller = self._controller
         controller.report_warnings(
             check_placement(
                 placement(self.cluster_environment, self.num_processes, self.num_nodes), os.environ
             )
         )
-        session = controller.begin_session(_job_key(job))
-        if job is not None and not session.ends_with_job:
-            is_sweep = bool(job.launcher)
-            session.ends_with_job = hydra_seams.on_hydra_job_end(
+        job = controller.begin_job(_job_key(hydra_job))
+        if hydra_job is not None and not job.ends_with_job:
+            is_sweep = bool(hydra_job.launcher)
+            job.ends_with_job = hydra_seams.on_hydra_job_end(
                 lambda error: _end_job(error, is_sweep=is_sweep)
             )
         if not self.cluster_environment.creates_processes_externally and self._wanted > 1:
-            with session.unfinished():
-                self._start(session, job)
+            with job.unfinished():
+                self._start(job, hydra_job)
         run_seams.set_num_threads(self.num_processes)
         return controller.run(trainer, function, *args, **kwargs)
 
@@ -110,26 +110,26 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         SIGKILL comes from Lightning after Ctrl+C. Ranks that have been told leave by themselves, through
         their ``finally`` blocks; what is left after 3 ``error_grace_s`` is ended.
         """
-        session = sessions.current()
-        if session is None:
+        job = jobs.current()
+        if job is None:
             return
         if signum == getattr(signal, "SIGKILL", None):
-            session.end_children(told=self._controller.guard.first is not None)
+            job.end_children(told=self._controller.guard.first is not None)
         else:
-            session.children.send(signum)
+            job.children.send(signum)
 
     @property
     def _wanted(self) -> int:
         return self.num_processes * self.num_nodes
 
-    def _start(self, session: sessions.Session, job: HydraJob | None) -> None:
+    def _start(self, job: jobs.Job, hydra_job: HydraJob | None) -> None:
         """Open the store, set the environment, start local ranks 1 and up."""
         program = Program.of_this_process()
         if self.num_processes > 1:
-            check_repeatable(program, job)
+            check_repeatable(program, hydra_job)
         environment = self.cluster_environment
         if self.num_nodes == 1:
-            address, port = "127.0.0.1", host_store(session)
+            address, port = "127.0.0.1", host_store(job)
         else:
             address, port = environment.main_address, environment.main_port
         node = environment.node_rank()
@@ -145,8 +145,8 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         for local_rank in range(1, self.num_processes):
             rank = node * self.num_processes + local_rank
             env = {**os.environ, "LOCAL_RANK": str(local_rank), "RANK": str(rank)}
-            cwd = job.cwd if job is not None else program.cwd
-            session.children.start(rank, child_command(program, job, local_rank), env, cwd)
+            cwd = hydra_job.cwd if hydra_job is not None else program.cwd
+            job.children.start(rank, child_command(program, hydra_job, local_rank), env, cwd)
 
 
 def placement(environment: ClusterEnvironment, devices: int, num_nodes: int) -> Placement:
@@ -172,10 +172,10 @@ def _end_job(error: BaseException | None, *, is_sweep: bool) -> BaseException | 
     if code > 1 and not is_sweep:
         exit_code.remember(code)
     line = brief_of(error)
-    failure = sessions.end(failed=error is not None)
+    failure = jobs.end(failed=error is not None)
     # A sweep's result stays what it is, for sweepers that look at it.
     return hydra_seams.one_line(line) if line and not is_sweep else failure
 
 
-def _job_key(job: HydraJob | None) -> str:
-    return f"{job.output_dir}#{job.number}" if job is not None else "program"
+def _job_key(hydra_job: HydraJob | None) -> str:
+    return f"{hydra_job.output_dir}#{hydra_job.number}" if hydra_job is not None else "program"

@@ -20,7 +20,7 @@ from lightning_dp.faults.peers import describe_exit
 from lightning_dp.faults.record import FailureRecord
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch import exit_code
-from lightning_dp.launch import session as sessions
+from lightning_dp.launch import job as jobs
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
 from lightning_dp.launch.stores import STORE_VARIABLE, host_store
 
@@ -70,22 +70,22 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         """
         exit_code.arm()
         grace_s = self._controller.options.error_grace_s
-        session = sessions.Session("processes", grace_s)
+        job = jobs.Job("processes", grace_s)
         try:
-            with _ending_processes(grace_s), self._environment(session), self._forwarding():
+            with _ending_processes(grace_s), self._environment(job), self._forwarding():
                 return super().launch(function, *args, trainer=trainer, **kwargs)
         except (ProcessRaisedException, ProcessExitedException) as error:
             self._controller.guard.failing = True  # nothing here is a rank's state
             self._controller.only_launches = True
-            raise self._explain(session, error) from None  # it has the rank's traceback
+            raise self._explain(job, error) from None  # it has the rank's traceback
 
     @contextlib.contextmanager
-    def _environment(self, session: sessions.Session) -> Iterator[None]:
+    def _environment(self, job: jobs.Job) -> Iterator[None]:
         """The store's address for the ranks; everything as before afterwards."""
         names = (*RANK_VARIABLES, STORE_VARIABLE, PARENT_VARIABLE, PID_VARIABLE)
         before = {name: os.environ.get(name) for name in names}
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        port = host_store(session)
+        port = host_store(job)
         os.environ[STORE_VARIABLE] = f"127.0.0.1:{port}"
         os.environ["MASTER_PORT"] = str(port)
         try:
@@ -113,12 +113,12 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _explain(self, session: sessions.Session, error: Any) -> BaseException:
+    def _explain(self, job: jobs.Job, error: Any) -> BaseException:
         """The failure that was first, rather than that of the process that ended first."""
         ended_with = getattr(error, "exit_code", 1)
         if ended_with == exit_code.PREEMPTED:
             return SIGTERMException(exit_code.PREEMPTED)
-        store, record = session.store, None
+        store, record = job.store, None
         if store is not None and store.check([FIRST_ERROR]):
             record = FailureRecord.from_json(store.get(FIRST_ERROR))
         if record is not None and (record.traceback or record.rank < 0):
@@ -155,14 +155,14 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         self, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         controller = self._controller
-        session = controller.begin_session("program")
+        job = controller.begin_job("program")
         try:
             return controller.run(trainer, function, *args, **kwargs)
         except BaseException as error:
             first = controller.guard.first
-            if first is not None and session.store is not None:
+            if first is not None and job.store is not None:
                 with contextlib.suppress(RuntimeError):
-                    session.store.compare_set(FIRST_ERROR, "", first.to_json())
+                    job.store.compare_set(FIRST_ERROR, "", first.to_json())
             if isinstance(error, KeyboardInterrupt):
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does: it is ending
             if trainer is not None:

@@ -13,7 +13,7 @@ from lightning_dp.engine.reduction.failure import Supervision
 from lightning_dp.faults.failure_guard import FailureGuard
 from lightning_dp.faults.preemption import StopRequest, signal_numbers
 from lightning_dp.internals import runs as run_seams
-from lightning_dp.launch import session as sessions
+from lightning_dp.launch import job as jobs
 from lightning_dp.launch import torchrun
 from lightning_dp.launch.joining import join
 from lightning_dp.launch.launcher import LeanScriptLauncher
@@ -60,7 +60,7 @@ class RunController:
         self.guard.where = self._view.where
         self.guard.groups = self._view.groups
         self._stopper: Stopper | None = None
-        self._session: sessions.Session | None = None
+        self._job: jobs.Job | None = None
         self.only_launches = False
 
     @staticmethod
@@ -83,10 +83,10 @@ class RunController:
             )
         return LeanProcessLauncher(strategy, start_method, self)
 
-    def begin_session(self, key: str) -> sessions.Session:
-        """Begin or continue the session of a job."""
-        self._session = sessions.begin(key, self.options.error_grace_s)
-        return self._session
+    def begin_job(self, key: str) -> jobs.Job:
+        """Begin a job, or continue it."""
+        self._job = jobs.begin(key, self.options.error_grace_s)
+        return self._job
 
     @staticmethod
     @rank_zero_only
@@ -107,17 +107,17 @@ class RunController:
         """
         self.preemption.reset()
         self._view.trainer = trainer
-        session = self._session
-        unfinished = session.unfinished(self._is_agreed) if session else contextlib.nullcontext()
+        job = self._job
+        unfinished = job.unfinished(self._is_agreed) if job else contextlib.nullcontext()
         try:
             with unfinished, self.guard.guarding(), self._stoppable(trainer):
                 return function(*args, **kwargs)
         finally:
-            if self._session is not None:
-                self._session.failed |= self.failing
+            if self._job is not None:
+                self._job.failed |= self.failing
                 first = self.guard.first
-                self._session.dead_ranks = int(first is not None and not first.traceback)
-                self._session.preempted |= self.preemption.agreed
+                self._job.dead_ranks = int(first is not None and not first.traceback)
+                self._job.preempted |= self.preemption.agreed
 
     @contextlib.contextmanager
     def _stoppable(self, trainer: pl.Trainer | None) -> Any:
@@ -168,11 +168,11 @@ class RunController:
         """
         strategy.set_world_ranks()
         timeout_s = self.options.rendezvous_timeout_s
-        join(strategy, self._any_session, self.guard, self.preemption, timeout_s)
+        join(strategy, self._any_job, self.guard, self.preemption, timeout_s)
         default()
 
-    def _any_session(self) -> sessions.Session:
-        return self._session or self.begin_session("program")
+    def _any_job(self) -> jobs.Job:
+        return self._job or self.begin_job("program")
 
     def while_waiting(self, what: str, call: Callable[[], T], alone: T) -> T:
         """Communicate through ``call``; where this rank is failing, do not, and return ``alone``.
@@ -214,5 +214,5 @@ class RunController:
             self._stopper.evaluation_ends()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A spawned rank begins a session of its own."""
-        return {**self.__dict__, "_session": None, "_stopper": None}
+        """A spawned rank begins a job of its own."""
+        return {**self.__dict__, "_job": None, "_stopper": None}

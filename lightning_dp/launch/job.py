@@ -1,11 +1,11 @@
 """What belongs to a process rather than to a Trainer: its children, its store, its environment.
 
-[Note: one session per job] Several Trainers of one program, or ``fit`` and ``test`` of one Trainer, use
+[Note: one job at a time] Several Trainers of one program, or ``fit`` and ``test`` of one Trainer, use
 the same ranks. The jobs of a Hydra sweep run one after the other in one process, and each must have fresh
-ranks, or a rank that failed in one job would meet the others in the next. So a session ends with its job:
+ranks, or a rank that failed in one job would meet the others in the next. So a job ends with its job:
 the group is taken down, the ranks have ended, and the environment is as it was before.
 
-The running session is a global of this module, because child processes, ``os.environ`` and the default
+The running job is a global of this module, because child processes, ``os.environ`` and the default
 process group are global to a process, whoever starts them.
 """
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _FAREWELL_S = 3.0
 
 
-class Session:
+class Job:
     """One job of this process.
 
     Args:
@@ -50,7 +50,7 @@ class Session:
         outlives_ranks: Whether a process that is no rank hosts it.
         first_process: Rank 0's, once it was met.
         ends_with_job: Whether somebody will end it when its Hydra job ends.
-        failed: Whether a trainer call of the session has failed.
+        failed: Whether a trainer call of the job has failed.
         dead_ranks: How many ranks are known to have died without a word.
         preempted: Whether all ranks were asked to stop, and did.
     """
@@ -106,7 +106,7 @@ class Session:
             )
 
     def end(self, failed: bool = False) -> BaseException | None:
-        """Take the session down: the group, the other ranks, the environment.
+        """Take the job down: the group, the other ranks, the environment.
 
         Args:
             failed: The job has failed, so ranks that do not end are ended.
@@ -136,7 +136,7 @@ class Session:
         """Failed until the ``with`` block has ended well, or with an exception that ``is_agreed``.
 
         Nothing that arrives at an awkward moment (a second Ctrl+C inside the handling of the first) can
-        then leave a session that waits without a limit for ranks that nobody told.
+        then leave a job that waits without a limit for ranks that nobody told.
         """
         before, self.failed = self.failed, True
         try:
@@ -169,7 +169,7 @@ class Session:
 
     def at_exit(self) -> None:
         """The program ends: say so, let the others finish, leave nobody behind."""
-        if os.getpid() != self._pid:  # a forked worker inherits this handler, not the session
+        if os.getpid() != self._pid:  # a forked worker inherits this handler, not the job
             return
         crashed = getattr(sys, "last_value", None) is not None
         store = self.store
@@ -202,26 +202,26 @@ def _wait_for_farewells(store: Store, world_size: int) -> None:
             time.sleep(0.02)
 
 
-_current: Session | None = None
+_current: Job | None = None
 _spent: set[str] = set()
 
 
-def current() -> Session | None:
-    """The session of this process, if one was begun."""
+def current() -> Job | None:
+    """The job of this process, if one was begun."""
     return _current if _current is not None and _current._pid == os.getpid() else None
 
 
-def begin(key: str, grace_s: float) -> Session:
-    """The session of job ``key``: the running one, or a new one after an earlier job's has ended.
+def begin(key: str, grace_s: float) -> Job:
+    """The job ``key``: the running one, or a new one after an earlier job's has ended.
 
     Raises:
         LaunchError: The ranks of this very job have ended already.
     """
     global _current
-    session = current()
-    if session is not None and session.key == key:
-        return session
-    if session is not None:
+    job = current()
+    if job is not None and job.key == key:
+        return job
+    if job is not None:
         end(failed=False)
     if key in _spent:
         raise LaunchError(
@@ -229,22 +229,22 @@ def begin(key: str, grace_s: float) -> Session:
             "the middle of it. Fix: start the program anew; in a sweep, let the error end the job."
         )
     exit_code.arm()
-    session = _current = Session(key, grace_s)
-    atexit.register(_at_exit, session)
-    return session
+    job = _current = Job(key, grace_s)
+    atexit.register(_at_exit, job)
+    return job
 
 
 def end(failed: bool) -> BaseException | None:
-    """End the session of this process, if there is one; see :meth:`Session.end`."""
+    """End the job of this process, if there is one; see :meth:`Job.end`."""
     global _current
-    session = current()
-    if session is None:
+    job = current()
+    if job is None:
         return None
     atexit.unregister(_at_exit)
     _current = None
-    _spent.add(session.key)
-    return session.end(failed)
+    _spent.add(job.key)
+    return job.end(failed)
 
 
-def _at_exit(session: Session) -> None:
-    session.at_exit()
+def _at_exit(job: Job) -> None:
+    job.at_exit()
