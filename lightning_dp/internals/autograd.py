@@ -194,6 +194,12 @@ def _make_wide_gloo(backend: Any, _options: object) -> Any:
     return gloo(backend.store, backend.group_rank, backend.group_size, options)
 
 
+def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
+    """Keys of ``module``'s own buffers that no checkpoint holds; empty where torch does not say."""
+    keys: set[str] = getattr(module, "_non_persistent_buffers_set", set())
+    return keys
+
+
 # The base of BatchNorm layers, and that of all layers with running statistics. They fall back to public
 # classes, which leaves out what users derive from the common base alone.
 BatchNorm: type[torch.nn.Module] = getattr(

@@ -76,6 +76,7 @@ class StepDriver:
         self._averaged = False
         self._steps = StepWatch(())
         self._supervision = Supervision()
+        self._left_alone: set[str] = set()
 
     # Life time
 
@@ -104,7 +105,7 @@ class StepDriver:
                 alone=self.reduces_alone,
                 waiting=supervision.waiting,
             )
-        start.synchronize(module, self.group)
+        self._left_alone = start.synchronize(module, self.group)
 
     def attach(self, optimizers: Sequence[Optimizer], trainer: pl.Trainer) -> None:
         """Hook the parameters; one partition of buckets per optimizer. Collective: every rank."""
@@ -119,7 +120,9 @@ class StepDriver:
         shared = isinstance(wire, SharedMemoryWire)
         if shared and self.group.rank == 0:
             log.info("lean_ddp: all ranks share one machine: gradients go through its memory.")
-        self.keeper = BufferKeeper(self._module, self.group, options.buffers, options.buffer_reduce)
+        self.keeper = BufferKeeper(
+            self._module, self.group, options.buffers, options.buffer_reduce, self._left_alone
+        )
         self.reducer = Reducer(
             self._module,
             self.group,

@@ -17,6 +17,7 @@ class OptimizerGroups:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
+        self._partitions: dict[int, int] | None = None  # by id, until groups may have changed
         self._seen = self._count()
 
     def _count(self) -> int:
@@ -25,15 +26,19 @@ class OptimizerGroups:
     def have_grown(self) -> bool:
         """Whether a group was added or removed since the last time this was asked."""
         before, self._seen = self._seen, self._count()
+        self._partitions = None  # a group may also have been given other parameters
         return before != self._seen
 
     def partition(self, parameter: nn.Parameter) -> int:
         """The number of the parameter's optimizer; one above the last for a parameter without."""
-        for index, optimizer in enumerate(self._optimizers):
-            for group in optimizer.param_groups:
-                if any(parameter is other for other in group["params"]):
-                    return index
-        return len(self._optimizers)
+        if self._partitions is None:
+            self._partitions = {
+                id(member): index
+                for index, optimizer in reversed([*enumerate(self._optimizers)])
+                for group in optimizer.param_groups
+                for member in group["params"]
+            }
+        return self._partitions.get(id(parameter), len(self._optimizers))
 
     def index(self, optimizer: Optimizer) -> int | None:
         """The number of ``optimizer``, also of a wrapped one; ``None`` for a stranger."""

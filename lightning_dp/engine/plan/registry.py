@@ -19,10 +19,22 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if name not in ignored}
 
 
-def named_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the module's buffers without the ignored ones."""
+def buffer_owners(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the buffers without the ignored ones, by name: who has it, under which key.
+
+    A tied one is under its first name. Names, not tensors: an assignment (``self.table = new``) replaces
+    the tensor.
+    """
     ignored = ignored_names(module)
-    return {name: b for name, b in module.named_buffers() if name not in ignored}
+    known: set[int] = set()
+    owners = {}
+    for prefix, owner in module.named_modules():
+        for key, tensor in owner.named_buffers(recurse=False):
+            name = f"{prefix}.{key}" if prefix else key
+            if name not in ignored and id(tensor) not in known:
+                known.add(id(tensor))
+                owners[name] = owner, key
+    return owners
 
 
 def refuse_unusable(parameters: dict[str, nn.Parameter], device: torch.device) -> None:
@@ -50,12 +62,18 @@ def refuse_unusable(parameters: dict[str, nn.Parameter], device: torch.device) -
         (
             f"are not on this rank's device, {device}",
             "let Lightning move the module, or list them in _ddp_params_and_buffers_to_ignore",
-            lambda p: p.device.type != device.type,
+            lambda p: not is_on(p, device),
         ),
     ):
         bad = [name for name, p in parameters.items() if test(p)]
         if bad:
             raise ConfigError(f"parameters {some_names(bad)} {reason}; {remedy}.")
+
+
+def is_on(tensor: Tensor, device: torch.device) -> bool:
+    """Whether ``tensor`` is on ``device``; one without an index (``cuda``) is any of its type."""
+    index = device.index if device.index is not None else tensor.device.index
+    return tensor.device.type == device.type and tensor.device.index == index
 
 
 class Registry:

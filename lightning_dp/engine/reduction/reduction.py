@@ -407,10 +407,14 @@ class Reduction:
             Control.BACKWARD_S2: backward_s**2,
             Control.LATE: len(self._late),
             Control.NEW: new,
-            Control.BUFFERS: len(self._buffers),
+            Control.BUFFERS: len(self._buffers) or self._sampled_difference(),
             Control.ERROR: error,
             Control.FAILED_RANK: self.parts.group.rank + 1 if error else 0,
         }
+
+    def _sampled_difference(self) -> Tensor | float:
+        buffers = self.parts.buffers
+        return buffers.sampled_difference() if buffers is not None else 0.0
 
     def _wait(self, message: Tensor | None, work: InFlight | None) -> Tensor:
         """Wait for every collective; return the reduced control block."""

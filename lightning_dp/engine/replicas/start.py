@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from lightning_dp.engine.bucket import is_dense
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.registry import (
-    named_buffers,
+    buffer_owners,
     named_parameters,
     refuse_unusable,
 )
-from lightning_dp.errors import ReplicaMismatchError
-from lightning_dp.internals.autograd import ignored_names
+from lightning_dp.engine.replicas.packing import chunks, pack, plain_parts, unpack
+from lightning_dp.errors import ReplicaMismatchError, some_names
+from lightning_dp.internals.autograd import ignored_names, non_persistent_buffers
 
-CHUNK_BYTES = 64 * 2**20
+log = logging.getLogger(__name__)
 
 
 class Entry(NamedTuple):
-    """What must be equal on all ranks of one parameter or buffer."""
+    """What must be equal on all ranks of one parameter or buffer.
+
+    Attributes:
+        stored_as: What its values are made of, where they are not one dense tensor of its own shape.
+        cached: A non-persistent buffer: may differ between ranks, and is left alone then.
+    """
 
     name: str
     kind: str
@@ -31,36 +36,55 @@ class Entry(NamedTuple):
     dtype: str
     requires_grad: bool
     tied_to: str
+    stored_as: str
+    cached: bool
 
 
 def describe(module: nn.Module) -> list[Entry]:
-    """Return an entry for each parameter and buffer, ties resolved to the first name."""
+    """Return an entry for each parameter and buffer, ties of parameters resolved to the first name."""
     ignored = ignored_names(module)
     first: dict[int, str] = {}
     entries = []
-    for kind, pairs in (
-        ("parameter", module.named_parameters(remove_duplicate=False)),
-        ("buffer", module.named_buffers(remove_duplicate=False)),
-    ):
-        for name, tensor in pairs:
-            if name in ignored:
-                continue
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        if name not in ignored:
             tied_to = first.setdefault(id(tensor), name)
-            entries.append(
-                Entry(
-                    name=name,
-                    kind=kind,
-                    shape=tuple(tensor.shape),
-                    dtype=str(tensor.dtype),
-                    requires_grad=tensor.requires_grad,
-                    tied_to="" if tied_to == name else tied_to,
-                )
-            )
-    return entries
+            entries.append(_entry(name, "parameter", tensor, tied_to if tied_to != name else ""))
+    return entries + describe_buffers(module)
 
 
-def compare(module: nn.Module, group: ReplicaGroup) -> None:
+def describe_buffers(module: nn.Module) -> list[Entry]:
+    """Return an entry for each buffer, a tied one under its first name."""
+    return [
+        _entry(name, "buffer", owner.get_buffer(key), cached=key in non_persistent_buffers(owner))
+        for name, (owner, key) in buffer_owners(module).items()
+    ]
+
+
+def _entry(name: str, kind: str, tensor: Tensor, tied_to: str = "", cached: bool = False) -> Entry:
+    parts = plain_parts(tensor)
+    stored_as = ""
+    if parts is None:
+        stored_as = f"{type(tensor).__name__}, {tensor.layout}"
+    elif [part.shape for part in parts] != [tensor.shape] or parts[0].dtype != tensor.dtype:
+        stored_as = str([(part.dtype, tuple(part.shape)) for part in parts])
+    return Entry(
+        name=name,
+        kind=kind,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype),
+        requires_grad=kind == "parameter" and tensor.requires_grad,
+        tied_to=tied_to,
+        stored_as=stored_as,
+        cached=cached,
+    )
+
+
+def compare(module: nn.Module, group: ReplicaGroup) -> set[str]:
     """Check that all ranks hold the same parameters and buffers, in the same order.
+
+    Returns:
+        Non-persistent buffers that differ in size or are missing on some rank (caches: masks, tables of
+        positions); each rank keeps its own.
 
     Raises:
         ReplicaMismatchError: On every rank, naming the first difference and the ranks that have it.
@@ -68,25 +92,42 @@ def compare(module: nn.Module, group: ReplicaGroup) -> None:
     Collective: every rank. Blocks; 32 bytes a rank when all is well.
     """
     if group.world_size == 1:
-        return
+        return set()
     entries = describe(module)
-    digest = hashlib.sha256(repr(entries).encode()).hexdigest()
-    digests = group.all_gather_object(digest)
+    digests = group.all_gather_object(hashlib.sha256(repr(entries).encode()).digest())
     if len(set(digests)) == 1:
-        return
-    everyone: list[list[Entry]] = group.all_gather_object(entries)
-    ranks = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    what, name = _first_difference(everyone[0], everyone[ranks[0]], ranks[0])
-    raise ReplicaMismatchError(
-        f"[rank {group.rank}] the module differs between ranks: {what}. Ranks that differ from rank 0:"
-        f" {ranks}. Build the same module, in the same order and with the same frozen parameters, on"
-        " every rank (a branch on the rank, or an unseeded choice, is the usual cause).",
-        names=[name],
-        ranks=ranks,
-    )
+        return set()
+    return unequal_caches(group.all_gather_object(entries), group.rank)
 
 
-def _first_difference(reference: list[Entry], other: list[Entry], rank: int) -> tuple[str, str]:
+def unequal_caches(everyone: Sequence[Sequence[Entry]], rank: int) -> set[str]:
+    """Return the names of cached buffers that are not the same on all ranks.
+
+    Args:
+        everyone: Every rank's entries.
+        rank: This one, for the message.
+
+    Raises:
+        ReplicaMismatchError: Anything else differs.
+    """
+    lasting = [[entry for entry in entries if not entry.cached] for entries in everyone]
+    ranks = [other for other, entries in enumerate(lasting) if entries != lasting[0]]
+    if ranks:
+        what, name = _first_difference(lasting[0], lasting[ranks[0]], ranks[0])
+        raise ReplicaMismatchError(
+            f"[rank {rank}] the module differs between ranks: {what}. Ranks that differ from rank 0:"
+            f" {ranks}. Build the same module, in the same order and with the same frozen parameters, on"
+            " every rank (a branch on the rank, or an unseeded choice, is the usual cause).",
+            names=[name],
+            ranks=ranks,
+        )
+    caches = [{entry for entry in entries if entry.cached} for entries in everyone]
+    return {entry.name for entry in set.union(*caches) - set.intersection(*caches)}
+
+
+def _first_difference(
+    reference: Sequence[Entry], other: Sequence[Entry], rank: int
+) -> tuple[str, str]:
     for ours, theirs in zip(reference, other, strict=False):
         if ours == theirs:
             continue
@@ -104,54 +145,41 @@ def _first_difference(reference: list[Entry], other: list[Entry], rank: int) -> 
     return f"only rank {who} has {extra.kind} {extra.name!r}", extra.name
 
 
+def warn_left_alone(names: Iterable[str], why: str, group: ReplicaGroup) -> None:
+    """Say on rank 0 which tensors are not made equal."""
+    shown = sorted(names)
+    if shown and group.rank == 0:
+        log.warning("lean_ddp: %s %s: each rank keeps its own.", some_names(shown), why)
+
+
+CACHES_DIFFER = "are non-persistent buffers of another size on some rank (caches)"
+NO_BYTES = "are stored in a way that cannot be sent (sparse, quantised or an opaque subclass)"
+
+
 def broadcast(tensors: Iterable[Tensor], group: ReplicaGroup) -> None:
     """Overwrite ``tensors`` with rank 0's, in place and in few messages.
 
     Args:
-        tensors: Any shapes and dtypes, the same on every rank.
+        tensors: Any shapes, dtypes and devices, the same on every rank. What has no ``plain_parts`` is
+            left alone.
         group: Who takes part.
 
     Collective: every rank, same tensors in the same order. Blocks (on CUDA: the stream only).
     """
     if group.world_size == 1:
         return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(_without_overlap(tensor.detach()))
-    for group_of_one_dtype in by_dtype.values():
-        chunk: list[Tensor] = []
-        for tensor in group_of_one_dtype:
-            chunk.append(tensor)
-            if sum(t.numel() * t.element_size() for t in chunk) >= CHUNK_BYTES:
-                _broadcast_chunk(chunk, group)
-                chunk = []
-        if chunk:
-            _broadcast_chunk(chunk, group)
+    for chunk in chunks(tensors):
+        flat = pack(chunk, group.device)
+        group.broadcast(flat)
+        if group.rank != 0:  # its values are the ones; a copy would only bump version counters
+            unpack(flat, chunk)
 
 
-def _broadcast_chunk(tensors: list[Tensor], group: ReplicaGroup) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    wire = torch.view_as_real(flat) if flat.is_complex() else flat
-    group.broadcast(wire)
-    if group.rank == 0:
-        return  # its values are the ones; a copy would only bump version counters
-    for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-        with torch.inference_mode(tensor.is_inference()):  # outside, those refuse to be written
-            tensor.copy_(part.view(tensor.shape))
-
-
-def _without_overlap(tensor: Tensor) -> Tensor:
-    """Of an expanded tensor, the elements that really exist: the rest share their memory."""
-    if is_dense(tensor):
-        return tensor
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def synchronize(module: nn.Module, group: ReplicaGroup) -> None:
+def synchronize(module: nn.Module, group: ReplicaGroup) -> set[str]:
     """Make all replicas equal to rank 0's.
+
+    Returns:
+        Names of what is left alone.
 
     Raises:
         ConfigError: A parameter is lazy, meta, a DTensor or on another device.
@@ -159,7 +187,18 @@ def synchronize(module: nn.Module, group: ReplicaGroup) -> None:
 
     Collective: every rank, at start and when parameters were added. Blocks.
     """
-    refuse_unusable(named_parameters(module), group.device)
-    compare(module, group)
-    tensors = [*named_parameters(module).values(), *named_buffers(module).values()]
-    broadcast(tensors, group)
+    parameters = named_parameters(module)
+    refuse_unusable(parameters, group.device)
+    caches = compare(module, group)
+    warn_left_alone(caches, CACHES_DIFFER, group)
+    buffers = {
+        name: owner.get_buffer(key)
+        for name, (owner, key) in sorted(buffer_owners(module).items())
+        if name not in caches
+    }
+    tensors = {**parameters, **buffers}
+    opaque = {name for name, tensor in tensors.items() if plain_parts(tensor) is None}
+    if group.world_size > 1:
+        warn_left_alone(opaque, NO_BYTES, group)
+    broadcast(tensors.values(), group)
+    return caches | opaque
