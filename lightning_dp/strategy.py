@@ -333,7 +333,8 @@ class LeanDDPStrategy(DDPStrategy):
         self._engine.begin_training()
 
     def on_train_end(self) -> None:
-        """Make buffers equal, save what waited for it. Collective: every rank."""
+        """Prove replicas identical, make buffers equal, save what waited for it. Collective: every rank."""
+        self._engine.check_replicas()
         self._engine.before_use()
         self._engine.windows.save_postponed()
         self._data_plane.end_training()

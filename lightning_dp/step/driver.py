@@ -77,6 +77,7 @@ class StepDriver:
         self._steps = StepWatch(())
         self._supervision = Supervision()
         self._left_alone: set[str] = set()
+        self._trained = False  # a batch has begun since set-up
 
     # Life time
 
@@ -140,6 +141,7 @@ class StepDriver:
         self._averaged = trainer_seams.averages_weights(trainer)
         self._steps = StepWatch(optimizers)
         self.steps = 0
+        self._trained = False
         self.losses = LossWeights(self.window, self.group)
 
     def close(self) -> None:
@@ -302,8 +304,28 @@ class StepDriver:
         if self._averaged:
             self.before_use(between_steps=True)
         every = self.options.check_replicas_every_n_steps
-        if every and (self.steps == 1 or self.steps % every == 0) and not self.hook.is_local_sgd:
-            check_replicas(reducer, self.steps, self.options.on_mismatch)
+        if every and (self.steps == 1 or self.steps % every == 0):
+            self.check_replicas()
+
+    def check_replicas(self) -> None:
+        """Compare replicas and optimizer settings: now and then, at the end of an epoch and of training.
+
+        The latter also for steps that were taken behind the Trainer's back (a raw optimizer, one that steps
+        inside the backward).
+
+        Raises:
+            ReplicaMismatchError: Names what differs, and the ranks.
+
+        Collective: every rank, unless one is failing. Blocks; the host waits for the device.
+        """
+        if (
+            self.reducer is not None
+            and self.options.check_replicas_every_n_steps
+            and not self.hook.is_local_sgd
+            and not trainer_seams.is_unwinding(self.trainer)
+        ):
+            settings = self.optimizers.settings()
+            check_replicas(self.reducer, self.steps, self.options.on_mismatch, settings)
 
     def before_use(self, *, between_steps: bool = False) -> None:
         """Make buffers equal before they are read. Collective: every rank, unless one is failing."""
@@ -337,12 +359,15 @@ class StepDriver:
     # Parameters that come later
 
     def before_batch(self, batch_idx: int) -> None:
-        """Look for new parameters at an epoch's start, and when an optimizer got a group.
+        """Between two epochs prove replicas identical; look for new parameters there, and in new groups.
 
-        Collective: every rank. One small exchange an epoch.
+        Collective: every rank. Two small exchanges an epoch.
         """
         if self.reducer is None:
             return
+        if batch_idx == 0 and self._trained:
+            self.check_replicas()
+        self._trained = True
         self.window.step += 1
         self.window.stop = self._supervision.asked_to_stop()
         self.windows.begin_batch(batch_idx, automatic=self._automatic)

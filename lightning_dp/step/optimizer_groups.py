@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+_SCALARS = (bool, int, float, complex, str, tuple, type(None))
 
 
 class OptimizerGroups:
@@ -39,6 +42,18 @@ class OptimizerGroups:
                 for member in group["params"]
             }
         return self._partitions.get(id(parameter), len(self._optimizers))
+
+    def settings(self) -> dict[str, Any]:
+        """Learning rates and the other scalars of all groups, by name. The host waits for the device."""
+        return {
+            f"{key} of optimizer {index} ({type(optimizer).__name__}), group {number}": (
+                value.item() if isinstance(value, Tensor) else value
+            )
+            for index, optimizer in enumerate(self._optimizers)
+            for number, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
+            if isinstance(value, _SCALARS) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
 
     def index(self, optimizer: Optimizer) -> int | None:
         """The number of ``optimizer``, also of a wrapped one; ``None`` for a stranger."""

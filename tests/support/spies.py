@@ -98,6 +98,20 @@ class CollectiveSpy(TorchDispatchMode):
         assert seen == {k: v for k, v in ops.items() if v}, f"collectives: {seen}, expected {ops}"
 
 
+class KernelSpy(TorchDispatchMode):
+    """Counts operators that run on a device: views, which only make a Python object, are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.reads = 0  # values that the host waited for
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += not func.is_view
+        self.reads += func._opname in ("_local_scalar_dense", "equal", "is_nonzero", "item")
+        return func(*args, **(kwargs or {}))
+
+
 def storage_bytes(tensors: Any) -> int:
     """Bytes of the distinct storages behind ``tensors``."""
     seen = {}

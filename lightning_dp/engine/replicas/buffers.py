@@ -263,7 +263,9 @@ class BufferKeeper:
     def _average(self, tensors: list[Tensor]) -> None:
         flat = torch.cat([tensor.detach().reshape(-1).to(self.group.device) for tensor in tensors])
         self.group.all_reduce_mean(flat)
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        for tensor, part in zip(
+            tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True
+        ):
             tensor.detach().copy_(part.view(tensor.shape))
 
 

@@ -6,6 +6,7 @@ No arithmetic is done on them, so that no list of dtypes decides what a backend 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,12 @@ def plain_parts(tensor: Tensor) -> list[Tensor] | None:
         if isinstance(tensor, DTensor):
             return None
         if hasattr(kind, "__tensor_flatten__"):
-            inner = [plain_parts(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+            names, _ = cast(Any, tensor).__tensor_flatten__()
+            inner = [plain_parts(getattr(tensor, name)) for name in names]
             return None if None in inner else [part for parts in inner for part in parts or ()]
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return None
-        tensor = tensor.as_subclass(Tensor)  # type: ignore[type-var]
+        tensor = tensor.as_subclass(Tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
     return None if tensor.is_meta else [_without_overlap(tensor.detach())]
@@ -61,7 +63,7 @@ def chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     for part in sorted(parts, key=lambda part: -part.element_size()):
         step = CHUNK_BYTES // part.element_size()
         large = part.numel() > step and part.is_contiguous()
-        for piece in part.reshape(-1).split(step) if large else [part]:
+        for piece in torch.split(part.view(-1), step) if large else [part]:
             if chunk and size + piece.nbytes > CHUNK_BYTES:
                 yield chunk
                 chunk, size = [], 0
@@ -90,7 +92,7 @@ def unpack(flat: Tensor, chunk: Sequence[Tensor]) -> None:
     """Copy what ``pack`` made back into the chunk's tensors, in place."""
     # Outside of inference mode, tensors that were made in it refuse to be written.
     with torch.inference_mode(any(part.is_inference() for part in chunk)):
-        for part, piece in zip(chunk, flat.split([part.nbytes for part in chunk]), strict=True):
+        for part, piece in zip(chunk, torch.split(flat, [p.nbytes for p in chunk]), strict=True):
             if part.is_contiguous() and _resolved(part) is part:
                 part.view(-1).view(torch.uint8).copy_(piece)
             else:

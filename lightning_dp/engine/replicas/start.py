@@ -121,8 +121,11 @@ def unequal_caches(everyone: Sequence[Sequence[Entry]], rank: int) -> set[str]:
             names=[name],
             ranks=ranks,
         )
-    caches = [{entry for entry in entries if entry.cached} for entries in everyone]
-    return {entry.name for entry in set.union(*caches) - set.intersection(*caches)}
+    caches: list[set[Entry]] = [
+        {entry for entry in entries if entry.cached} for entries in everyone
+    ]
+    first, *others = caches
+    return {entry.name for entry in first.union(*others) - first.intersection(*others)}
 
 
 def _first_difference(

@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.engine.replicas.digest import check_replicas, digest
+from lightning_dp.engine.replicas.digest import check_replicas
+from lightning_dp.engine.replicas.digest import digest as digest_of
 from lightning_dp.errors import NonFiniteGradientError, ReplicaMismatchError
 from tests.support.parity import Harness, assert_equal_on_all_ranks, seeded
+<<<<<<< HEAD
 from tests.support.ranks import both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy
+=======
+from tests.support.ranks import run_ranks
+from tests.support.spies import CollectiveSpy, KernelSpy
+>>>>>>> 002066e (Learning rates are part of the proof of replicas, which also runs between epochs and at the end of training)
 
 pytestmark = pytest.mark.multi_process
 
@@ -68,6 +74,9 @@ def test_the_first_difference_is_named_on_every_rank(world_size):
 
 
 def test_digest_sees_what_an_exclusive_or_does_not():
+    def digest(tensor):
+        return digest_of([tensor], torch.device("cpu"))
+
     equal = {digest(torch.full((1024,), value)).item() for value in (0.0, 1.0, 2.0, -1.0)}
     assert len(equal) == 4
     x = torch.arange(1000.0)
@@ -81,6 +90,43 @@ def test_digest_sees_what_an_exclusive_or_does_not():
         large.zero_()[place] = 1.0
         seen.add(digest(large).item())
     assert len(seen) == 5
+
+
+def test_the_proof_costs_a_few_kernels_for_each_64_mib_whatever_the_number_of_parameters():
+    def kernels(tensors):
+        with KernelSpy() as spy:
+            digest_of(tensors, torch.device("cpu"))
+        return spy.calls
+
+    one = kernels([torch.zeros(8)])
+    assert (
+        kernels([torch.zeros(8, dtype=t) for t in (torch.int8, torch.half, torch.float)] * 500)
+        == one
+    )
+    large = [torch.zeros(5 * 2**20) for _ in range(5)]  # 100 MiB
+    assert kernels(large) <= 2 * one
+    # Control: the spy sees what is done for each parameter.
+    with KernelSpy() as spy:
+        for tensor in large:
+            digest_of([tensor], torch.device("cpu"))
+    assert spy.calls > 4 * one
+
+
+def _settings(rank, world_size):
+    values = {"lr of optimizer 0 (SGD), group 0": 0.1 if rank == 0 else 0.01}
+    with Harness(seeded(net)) as harness:
+        assert check_replicas(harness.reducer, 1, settings={"lr": float("nan")})
+        for how in ("raise", "rebroadcast"):  # a broadcast of values would not mend that
+            with pytest.raises(ReplicaMismatchError, match="sync_dist=True") as caught:
+                check_replicas(harness.reducer, 7, how, settings=values)
+        assert caught.value.names == tuple(values)
+        assert caught.value.ranks == tuple(range(1, world_size))
+        assert "0: 0.1, 1: 0.01" in str(caught.value)
+
+
+@both_worlds
+def test_learning_rates_that_differ_are_named_with_their_values(world_size):
+    run_ranks(_settings, world_size)
 
 
 def _rebroadcast(rank, world_size):
@@ -111,7 +157,11 @@ def _cheap(rank, world_size):
 
 
 def test_a_check_of_equal_replicas_is_one_exchange():
+<<<<<<< HEAD
     assert run_ranks(_cheap, 2) == [{"all_gather": 2}] * 2, "sizes, then what is compared"
+=======
+    assert run_ranks(_cheap, 2) == [{"all_gather": 2}] * 2
+>>>>>>> 002066e (Learning rates are part of the proof of replicas, which also runs between epochs and at the end of training)
 
 
 def _not_finite(rank, world_size, mode, bad):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +13,16 @@ from torch import nn
 
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import LayoutOptions
+from lightning_dp.engine.plan.registry import is_on
 from lightning_dp.engine.replicas import start as replicas
+<<<<<<< HEAD
 from lightning_dp.errors import ConfigError
 from tests.support.nets import data
+=======
+from lightning_dp.engine.replicas.packing import plain_parts
+from lightning_dp.errors import ConfigError, ReplicaMismatchError
+from lightning_dp.step.optimizer_groups import OptimizerGroups
+>>>>>>> 002066e (Learning rates are part of the proof of replicas, which also runs between epochs and at the end of training)
 from tests.support.parity import (
     SMALL,
     Harness,
@@ -215,6 +224,164 @@ def _inference(rank, world_size):
 @both_worlds
 def test_parameters_made_in_inference_mode(world_size):
     run_ranks(_inference, world_size)
+
+
+class Opaque(torch.Tensor):
+    """Stored as int8 codes and a scale; knows hardly any operation, and tells nobody what it is made of."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float64)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return type(args[0])(args[0].codes, args[0].scale)
+        raise TypeError(f"does not know {func}")
+
+
+class Codes(Opaque):
+    """One that says it, as those of quantised models do."""
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+
+class Named(torch.Tensor):
+    """A subclass with an ordinary memory, as torch's own examples make them."""
+
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
+    torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.half, torch.bfloat16,
+    torch.float, torch.double, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+def as_stored(rank):
+    """One tensor of every kind, with other values on each rank."""
+    ones = {str(t): (torch.ones(2, 3) * (rank == 0)).to(t) for t in DTYPES}
+    value = torch.full((4, 3), float(rank))
+    codes = torch.full((4, 3), rank, dtype=torch.int8)
+    return {
+        **ones,
+        "transposed": value.t(),
+        "expanded": value[:1].expand(4, 3),
+        "conjugate": torch.view_as_complex(torch.full((3, 2), float(rank))).conj(),
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(rank),
+        "subclass": value.as_subclass(Named),
+        "codes": Codes(codes, torch.full((), float(rank))),
+        "sparse": value.fill_diagonal_(1.0).to_sparse(),
+        "quantised": torch.quantize_per_tensor(value, 0.5, 0, torch.qint8),
+        "opaque": Opaque(codes.clone(), torch.full((), float(rank))),
+    }
+
+
+ALONE = {"sparse", "quantised", "opaque"}
+
+
+def _every_kind(rank, world_size, as_parameter):
+    module, mine = nn.Module(), as_stored(rank)
+    for name, tensor in mine.items():
+        key = name.replace(".", "_")
+        if as_parameter:
+            setattr(module, key, nn.Parameter(tensor, requires_grad=False))
+        else:
+            module.register_buffer(key, tensor)
+    left_alone = replicas.synchronize(module, ReplicaGroup.create(torch.device("cpu")))
+    assert left_alone == ALONE
+    wanted = as_stored(0)
+    for name in mine.keys() - ALONE:
+        found = getattr(module, name.replace(".", "_"))
+        for part, want in zip(plain_parts(found), plain_parts(wanted[name]), strict=True):
+            assert as_bytes(part) == as_bytes(want), name
+    kept = {name: mine[name] for name in ("sparse", "quantised")}
+    return {
+        name: (t.to_dense() if t.is_sparse else t.dequantize()).sum().item()
+        for name, t in kept.items()
+    }
+
+
+@both_worlds
+@pytest.mark.parametrize("as_parameter", [True, False], ids=["parameters", "buffers"])
+def test_every_kind_of_tensor_is_sent_or_left_alone_by_name(world_size, as_parameter):
+    found = run_ranks(_every_kind, world_size, as_parameter)
+    assert found[0] != found[1], "control: what is left alone differs"
+
+
+def _stored_otherwise(rank, world_size):
+    module = nn.Module()
+    codes = torch.zeros(2, dtype=torch.int8 if rank == 0 else torch.int16)
+    module.base = nn.Parameter(Codes(codes, torch.ones(())), requires_grad=False)
+    with pytest.raises(ReplicaMismatchError, match=r"base.*stored_as.*int8.*int16"):
+        replicas.synchronize(module, ReplicaGroup.create(torch.device("cpu")))
+
+
+def test_a_subclass_that_is_stored_otherwise_on_a_rank_is_named():
+    run_ranks(_stored_otherwise, 2)
+
+
+def _setup_cost(rank, world_size):
+    group = ReplicaGroup.create(torch.device("cpu"))
+    seconds = {}
+    for size in (400, 3200):
+        module = nn.ParameterList(
+            torch.ones(2, dtype=(t, torch.half)[i % 2]) for i in range(size) for t in [torch.float]
+        )
+        times = []
+        for _ in range(3):
+            begin = time.process_time()
+            with CollectiveSpy() as spy:
+                replicas.synchronize(module, group)
+            times.append(time.process_time() - begin)
+            assert dict(spy.calls) == {"all_gather": 2, "broadcast": 1}
+        seconds[size] = min(times)
+    assert seconds[3200] < 24 * seconds[400], seconds  # 8 times as many; 64 would be quadratic
+
+
+def test_replicas_of_any_number_of_parameters_take_one_exchange_and_one_broadcast():
+    run_ranks(_setup_cost, 2)
+
+
+class Counted(list):
+    looks = 0
+
+    def __iter__(self):
+        Counted.looks += 1
+        return super().__iter__()
+
+
+def test_the_optimizer_of_a_parameter_is_looked_up():
+    first, second = [nn.ParameterList(torch.ones(2) for _ in range(50)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (first, second)]
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["params"] = Counted(optimizer.param_groups[0]["params"])
+    Counted.looks = 0
+    groups = OptimizerGroups(optimizers)
+    assert {groups.partition(p) for p in first.parameters()} == {0}
+    assert {groups.partition(p) for p in second.parameters()} == {1}
+    late = nn.Parameter(torch.ones(3))
+    assert groups.partition(late) == 2
+    assert Counted.looks == 2
+    optimizers[1].add_param_group({"params": [late]})
+    assert groups.have_grown()
+    assert groups.partition(late) == 1
+    assert not groups.have_grown()
+
+
+def test_devices_are_compared_with_their_number():
+    assert is_on(torch.ones(1), torch.device("cpu"))
+    first = torch.ones(1, device="meta")
+    assert is_on(first, torch.device("meta"))
+    other = mock.Mock(device=torch.device("cuda", 1))
+    assert is_on(other, torch.device("cuda"))
+    assert is_on(other, torch.device("cuda", 1))
+    assert not is_on(other, torch.device("cuda", 0))
+    assert not is_on(other, torch.device("xpu", 1))
 
 
 def _copied(rank, world_size):
