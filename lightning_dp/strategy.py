@@ -29,6 +29,7 @@ from lightning_dp.measure.stats import StepStats, step_stats
 from lightning_dp.options import Options, refuse_unknown, takes
 from lightning_dp.registration import names, namespaces
 from lightning_dp.step.batch_plan import batch_plan, check_micro
+from lightning_dp.step.best_paths import compare_best_paths
 from lightning_dp.step.driver import StepDriver
 from lightning_dp.step.layer_sync import CPULayerSync
 
@@ -335,6 +336,9 @@ class LeanDDPStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         """Prove replicas identical, make buffers equal, save what waited for it. Collective: every rank."""
         self._engine.check_replicas()
+        trainer = trainer_seams.attached_trainer(self.lightning_module)
+        if trainer is not None:
+            compare_best_paths(trainer, self.gather_objects)
         self._engine.before_use()
         self._engine.windows.save_postponed()
         self._data_plane.end_training()

@@ -121,7 +121,9 @@ class BufferKeeper:
         for name in names:
             tensor = self._tensor(name)
             if tensor is not None:
-                self._seen[name] = Seen(id(tensor), version_of(tensor), tensor.shape, _sample(tensor))
+                self._seen[name] = Seen(
+                    id(tensor), version_of(tensor), tensor.shape, _sample(tensor)
+                )
 
     def changed(self) -> list[str]:
         """Names of buffers, other than statistics, that changed since they were last looked at.

@@ -15,12 +15,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.replicas import start as replicas
 from lightning_dp.engine.replicas.buffers import BufferKeeper
-<<<<<<< HEAD
-from lightning_dp.errors import RankFailedError
-from tests.support.nets import data
-=======
 from lightning_dp.errors import RankFailedError, ReplicaMismatchError
->>>>>>> 002066e (Learning rates are part of the proof of replicas, which also runs between epochs and at the end of training)
+from tests.support.nets import data
 from tests.support.parity import (
     Harness,
     as_bytes,
@@ -30,13 +26,8 @@ from tests.support.parity import (
     mean_over_ranks,
     seeded,
 )
-<<<<<<< HEAD
 from tests.support.ranks import RankError, both_worlds, run_ranks
-from tests.support.spies import CollectiveSpy
-=======
-from tests.support.ranks import RankError, run_ranks
 from tests.support.spies import CollectiveSpy, KernelSpy
->>>>>>> 002066e (Learning rates are part of the proof of replicas, which also runs between epochs and at the end of training)
 
 pytestmark = pytest.mark.multi_process
 
@@ -208,15 +199,7 @@ def _old_value_needed(rank, world_size):
         loss = module(data(6))
         harness.before_step()  # overwritten while ``loss`` still needs it
         if rank == 0:  # its own values are the ones that were sent: untouched
-<<<<<<< HEAD
-<<<<<<< HEAD
             with pytest.raises(RankFailedError, match="failed in the backward"):
-=======
-            with pytest.raises(RankFailedError, match=r"rank [12] failed in the backward"):
->>>>>>> 002066e (Learning rates are part of the proof of replicas, which also runs between epochs and at the end of training)
-=======
-            with pytest.raises(RankFailedError, match="failed in the backward"):
->>>>>>> feff7de (Tests follow the engine's words)
                 harness.backward(loss)
         else:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):

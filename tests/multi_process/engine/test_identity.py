@@ -10,13 +10,8 @@ from lightning_dp.engine.replicas.digest import check_replicas
 from lightning_dp.engine.replicas.digest import digest as digest_of
 from lightning_dp.errors import NonFiniteGradientError, ReplicaMismatchError
 from tests.support.parity import Harness, assert_equal_on_all_ranks, seeded
-<<<<<<< HEAD
 from tests.support.ranks import both_worlds, run_ranks
-from tests.support.spies import CollectiveSpy
-=======
-from tests.support.ranks import run_ranks
 from tests.support.spies import CollectiveSpy, KernelSpy
->>>>>>> 002066e (Learning rates are part of the proof of replicas, which also runs between epochs and at the end of training)
 
 pytestmark = pytest.mark.multi_process
 
@@ -157,11 +152,7 @@ def _cheap(rank, world_size):
 
 
 def test_a_check_of_equal_replicas_is_one_exchange():
-<<<<<<< HEAD
-    assert run_ranks(_cheap, 2) == [{"all_gather": 2}] * 2, "sizes, then what is compared"
-=======
     assert run_ranks(_cheap, 2) == [{"all_gather": 2}] * 2
->>>>>>> 002066e (Learning rates are part of the proof of replicas, which also runs between epochs and at the end of training)
 
 
 def _not_finite(rank, world_size, mode, bad):

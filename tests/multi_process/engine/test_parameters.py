@@ -15,14 +15,10 @@ from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.plan.registry import is_on
 from lightning_dp.engine.replicas import start as replicas
-<<<<<<< HEAD
-from lightning_dp.errors import ConfigError
-from tests.support.nets import data
-=======
 from lightning_dp.engine.replicas.packing import plain_parts
 from lightning_dp.errors import ConfigError, ReplicaMismatchError
 from lightning_dp.step.optimizer_groups import OptimizerGroups
->>>>>>> 002066e (Learning rates are part of the proof of replicas, which also runs between epochs and at the end of training)
+from tests.support.nets import data
 from tests.support.parity import (
     SMALL,
     Harness,

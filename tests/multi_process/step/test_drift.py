@@ -1,9 +1,12 @@
-"""Replicas that drift apart behind the Trainer's back: an error on all ranks, between epochs at the latest."""
+"""Replicas that drift apart behind the Trainer's back: an error on all ranks, by the end of the epoch."""
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
@@ -98,3 +101,44 @@ def test_steps_behind_the_trainers_back_are_seen_by_the_end_of_the_epoch(what, e
         assert epoch <= 1
     silent = {**options, "check_replicas_every_n_steps": 0}
     assert ranks(_fit, 2, make, silent, epochs) == [None, None], "control"
+
+
+class Monitored(Plateau):
+    """The best value of rank 1, which is part of the file's name, is not rank 0's."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", torch.tensor(1.0 + self.global_rank), sync_dist=self.sync_dist)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _best(rank, world_size, port, root, sync_dist):
+    saves = ModelCheckpoint(dirpath=root, monitor="val", filename="{epoch}-{val:.2f}")
+    running = trainer(
+        world_size,
+        port,
+        lean(),
+        max_epochs=2,
+        num_sanity_val_steps=0,
+        callbacks=[saves],
+        enable_checkpointing=True,
+    )
+    seen = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logging.getLogger("lightning_dp").addHandler(handler)
+    loader = DataLoader(Rows(12), batch_size=6)
+    module = Monitored(sync_dist)
+    running.fit(module, loader, loader)
+    return [message for message in seen if "best checkpoint" in message]
+
+
+def test_a_best_path_that_nobody_wrote_is_said(tmp_path):
+    first, second = ranks(_best, 2, str(tmp_path / "own"), False)
+    assert second == []
+    assert len(first) == 1
+    assert "rank(s) [1]" in first[0]
+    assert "'val'" in first[0]
+    assert "sync_dist=True" in first[0]
+    assert ranks(_best, 2, str(tmp_path / "agreed"), True) == [[], []], "control"
