@@ -1,12 +1,15 @@
-"""Wait for a collective so that the wait can be interrupted."""
+"""Waits on the host that Python can interrupt: for a collective, and for anything that is looked at."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+T = TypeVar("T")
 _SLICE = timedelta(milliseconds=200)
 _TIMED_OUT = "operation timed out"
 
@@ -43,3 +46,24 @@ def interruptible_wait(work: Any, *, on_host: bool = True) -> None:
                 return
         else:
             return
+
+
+def poll_until(look: Callable[[], T], timeout_s: float, *, longest_pause_s: float = 0.05) -> T:
+    """Look again and again until there is something to see, or the time is up.
+
+    Args:
+        look: Returns something true to end the wait; what it raises ends it too.
+        timeout_s: Seconds to wait; ``math.inf`` for no limit. It looks once at least.
+        longest_pause_s: The pause between two looks grows up to this.
+
+    Returns:
+        What ``look`` returned last.
+
+    Collective: none.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.0005
+    while not (seen := look()) and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_pause_s)
+    return seen

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from lightning_dp.engine.wires.waiting import poll_until
 from lightning_dp.errors import CollectiveError
 from lightning_dp.faults.record import FailureRecord
 from lightning_dp.faults.store import Store
@@ -120,16 +120,13 @@ class FailureChannel:
                 found[rank] = json.loads(text)
         return found
 
-    def agree_any(
-        self, name: str, value: bool, *, timeout_s: float, pause: Callable[[], None] | None = None
-    ) -> bool:
+    def agree_any(self, name: str, value: bool, *, timeout_s: float) -> bool:
         """Whether any rank passes True. ``name`` must be new for each agreement and the same on all ranks.
 
         Args:
             name: Names this agreement.
             value: This rank's vote.
             timeout_s: Seconds to wait for the other ranks.
-            pause: Called while waiting, to raise when another rank has failed.
 
         Raises:
             CollectiveError: Not all ranks voted in time.
@@ -138,16 +135,12 @@ class FailureChannel:
         """
         self._store.add(f"{name}/any", int(value))
         self._store.add(f"{name}/count", 1)
-        deadline = time.monotonic() + timeout_s
-        delay = 0.0005
-        while (count := self._store.add(f"{name}/count", 0)) < self.world_size:
-            if time.monotonic() > deadline:
-                raise CollectiveError(
-                    f"[lean_ddp rank {self.rank}/{self.world_size}] only {count} of "
-                    f"{self.world_size} ranks came to '{name}' within {timeout_s:.0f} s."
-                )
-            if pause is not None:
-                pause()
-            time.sleep(delay)
-            delay = min(delay * 2, 0.05)
+        if not poll_until(
+            lambda: self._store.add(f"{name}/count", 0) >= self.world_size, timeout_s
+        ):
+            count = self._store.add(f"{name}/count", 0)
+            raise CollectiveError(
+                f"[lean_ddp rank {self.rank}/{self.world_size}] only {count} of {self.world_size} "
+                f"ranks came to '{name}' within {timeout_s:.0f} s."
+            )
         return self._store.add(f"{name}/any", 0) > 0

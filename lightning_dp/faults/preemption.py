@@ -14,18 +14,18 @@ sequence votes against it, because it will wait for the others in whatever follo
 
 from __future__ import annotations
 
+import math
 import signal
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import Any
 
+from lightning_dp.engine.wires.waiting import poll_until
 from lightning_dp.errors import ConfigError
 from lightning_dp.faults.channel import FailureChannel
 
 _REQUEST = "stop/request"
 _AHEAD = 2
-_POLL_S = 0.005
 
 
 class StopRequest:
@@ -143,13 +143,12 @@ class StopLine:
     def _vote(self, channel: FailureChannel) -> bool:
         """Whether every rank can still stop. Each of them has told where it is, so each will vote."""
         channel.write(f"{self._name}/vote/{channel.rank}", "1")
-        while True:
-            votes = channel.read_ranks(f"{self._name}/vote")
-            if 0 in votes.values():
-                return False
-            if len(votes) == channel.world_size:
-                return True
-            time.sleep(_POLL_S)
+
+        def all_voted() -> Collection[int]:
+            votes = channel.read_ranks(f"{self._name}/vote").values()
+            return votes if 0 in votes or len(votes) == channel.world_size else ()
+
+        return 0 not in poll_until(all_voted, math.inf)
 
 
 def signal_numbers(names: Sequence[str]) -> tuple[int, ...]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable
 
 import torch.distributed as dist
 
+from lightning_dp.engine.wires.waiting import poll_until
 from lightning_dp.errors import RankFailedError
 from lightning_dp.faults.channel import FailureChannel
 from lightning_dp.faults.record import (
@@ -57,7 +56,8 @@ def find_root_cause(
         if is_consequence(error):
             watchdog.hurry()
             ping = channel.ping()
-            first = _wait_for(lambda: watchdog.first or channel.first(), grace_s)
+            known_s = max(grace_s, _CAUSE_KNOWN_AFTER_S)
+            first = poll_until(lambda: watchdog.first or channel.first(), known_s)
             if first is None:
                 own = _blame(channel, ping, own, waited_for)
         if first is None:
@@ -68,15 +68,7 @@ def find_root_cause(
             channel.acknowledge()
         return first
     except dist.DistError:  # the store has gone, and the watchdog says with whom
-        return _wait_for(lambda: watchdog.first, grace_s)
-
-
-def _wait_for(look: Callable[[], FailureRecord | None], grace_s: float) -> FailureRecord | None:
-    """What ``look`` finds in time."""
-    deadline = time.monotonic() + max(grace_s, _CAUSE_KNOWN_AFTER_S)
-    while (found := look()) is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return found
+        return poll_until(lambda: watchdog.first, max(grace_s, _CAUSE_KNOWN_AFTER_S))
 
 
 def _blame(
@@ -128,7 +120,5 @@ def explain(
 def wait_until_read(channel: FailureChannel, first: FailureRecord | None) -> None:
     """The process that hosts the store stays until the others have read what happened."""
     dead = first.rank if first is not None and not first.traceback else -1
-    deadline = time.monotonic() + _GRACE_PERIOD_S
     with contextlib.suppress(dist.DistError, RuntimeError):
-        while not channel.all_acknowledged(without=dead) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        poll_until(lambda: channel.all_acknowledged(without=dead), _GRACE_PERIOD_S)

@@ -16,12 +16,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 
+from lightning_dp.engine.wires.waiting import poll_until
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE
 
 log = logging.getLogger(__name__)
+
+_NOTE_AFTER_S = 30.0
 
 _BECOME = (
     "import ctypes, os, sys\n"
@@ -75,42 +77,28 @@ class Children:
             with contextlib.suppress(ProcessLookupError):
                 self._processes[rank].send_signal(signum)
 
-    def wait(self, limit_s: float | None, note_after_s: float = 30.0) -> bool:
-        """Wait until all have ended.
+    def wait(self, limit_s: float) -> None:
+        """Wait until all have ended; after 30 s it is said who is waited for.
 
         Args:
-            limit_s: Seconds after which those left are ended with SIGKILL; None for no limit.
-            note_after_s: Seconds after which it is said who is waited for.
-
-        Returns:
-            Whether all ended by themselves.
+            limit_s: Seconds after which those left are ended with SIGKILL; ``math.inf`` for no limit.
 
         Raises:
             KeyboardInterrupt: Ctrl+C; those left have been ended.
         """
         try:
-            return self._wait(limit_s, note_after_s)
-        except BaseException:  # Ctrl+C: whoever waits for them no longer wants them
+            if not self._have_ended(min(limit_s, _NOTE_AFTER_S)) and limit_s > _NOTE_AFTER_S:
+                log.warning("lean_ddp: waiting for rank(s) %s to end.", _names(self.running()))
+                self._have_ended(limit_s - _NOTE_AFTER_S)
+            if limit_s > 0 and (running := self.running()):
+                log.warning("lean_ddp: rank(s) %s did not stop: ending them.", _names(running))
+        finally:  # also after Ctrl+C: whoever waits for them no longer wants them
             self.send(signal.SIGKILL)
-            raise
+            for process in self.processes:
+                process.wait()
 
-    def _wait(self, limit_s: float | None, note_after_s: float) -> bool:
-        begin = time.monotonic()
-        noted = False
-        while running := self.running():
-            waited = time.monotonic() - begin
-            if limit_s is not None and waited > limit_s:
-                if limit_s > 0:
-                    log.warning("lean_ddp: rank(s) %s did not stop: ending them.", _names(running))
-                self.send(signal.SIGKILL)
-                for process in self.processes:
-                    process.wait()
-                return False
-            if waited > note_after_s and not noted:
-                noted = True
-                log.warning("lean_ddp: waiting for rank(s) %s to end.", _names(running))
-            time.sleep(0.02)
-        return True
+    def _have_ended(self, timeout_s: float) -> bool:
+        return poll_until(lambda: not self.running(), timeout_s, longest_pause_s=0.02)
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -14,14 +14,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
+from lightning_dp.engine.wires.waiting import poll_until
 from lightning_dp.errors import LaunchError, RankFailedError
 from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.peers import describe_exit
@@ -120,7 +121,7 @@ class Job:
         with contextlib.suppress(Exception):
             if dist.is_initialized():
                 dist.destroy_process_group()
-        error = self._reap(self._limit_s(failed))
+        error = self._reap(failed)
         self.store = None
         for name, value in self._env.items():
             if value is None:
@@ -155,11 +156,8 @@ class Job:
         self.failed = True
         self.children.wait(3 * self.grace_s if told else 0.0)
 
-    def _limit_s(self, failed: bool) -> float | None:
-        return 3 * self.grace_s if failed else None
-
-    def _reap(self, limit_s: float | None) -> BaseException | None:
-        self.children.wait(limit_s)
+    def _reap(self, failed: bool) -> BaseException | None:
+        self.children.wait(3 * self.grace_s if failed else math.inf)
         for rank, code in sorted(self.children.ended().items()):
             if code not in ((0, exit_code.PREEMPTED, -signal.SIGTERM) if self.preempted else (0,)):
                 what, exit_with = describe_exit(code)
@@ -178,7 +176,7 @@ class Job:
                 store.set(_exiting(ProcessIdentity.of_this_process()), "1")
                 store.add("gone", 1)
         try:
-            error = self._reap(self._limit_s(self.failed or crashed))
+            error = self._reap(self.failed or crashed)
         except KeyboardInterrupt:  # those that were waited for have been ended
             exit_code.remember(1)
             return
@@ -196,10 +194,8 @@ def _exiting(process: ProcessIdentity) -> str:
 
 def _wait_for_farewells(store: Store, world_size: int) -> None:
     """The host of the store leaves last, so that the others can still read what happened."""
-    deadline = time.monotonic() + _FAREWELL_S
     with contextlib.suppress(dist.DistError, RuntimeError):
-        while store.add("gone", 0) < world_size and time.monotonic() < deadline:
-            time.sleep(0.02)
+        poll_until(lambda: store.add("gone", 0) >= world_size, _FAREWELL_S)
 
 
 _current: Job | None = None

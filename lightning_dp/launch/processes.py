@@ -7,13 +7,13 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from lightning_dp.engine.wires.waiting import poll_until
 from lightning_dp.errors import ConfigError, RankFailedError
 from lightning_dp.faults.liveness import die_with_parent
 from lightning_dp.faults.peers import describe_exit
@@ -194,7 +194,5 @@ def _ending_processes(grace_s: float) -> Iterator[None]:
                 if number is not None and process.pid is not None and process.is_alive():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, number)
-            deadline = time.monotonic() + wait_s
-            for process in ranks:
-                process.join(max(0.0, deadline - time.monotonic()))
+            poll_until(lambda: not any(process.is_alive() for process in ranks), wait_s)
         raise

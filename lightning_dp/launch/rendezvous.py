@@ -17,18 +17,18 @@ import json
 import os
 import secrets
 import socket
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_dp.engine.wires.waiting import poll_until
 from lightning_dp.errors import LaunchError
 from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.store import Store, tcp_store, with_prefix
 
 _HELLO, _SEAT, _FAIL = "hello", "seat", "fail"
-_POLL_S = (0.01, 0.25)  # first and longest pause between two looks
+_LONGEST_PAUSE_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def rendezvous(
     info: dict[str, Any],
     *,
     timeout_s: float,
-    check: Callable[[], None] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Rendezvous:
     """Wait until all ranks are here; return who they are.
 
@@ -109,11 +109,10 @@ def rendezvous(
     nonce = secrets.token_hex(8)
     mine = {"nonce": nonce, "process": dataclasses.asdict(identity), "info": info}
     store.set(f"{_HELLO}/{rank}", json.dumps(mine))
-    wait = _Waiter(timeout_s, check)
     if rank == 0:
-        name, roll = _hold_roll_call(store, world_size, wait, timeout_s)
+        name, roll = _hold_roll_call(store, world_size, timeout_s, check)
     else:
-        name, roll = _answer_roll_call(store, rank, world_size, nonce, wait, timeout_s)
+        name, roll = _answer_roll_call(store, rank, world_size, nonce, timeout_s, check)
     return Rendezvous(
         store=with_prefix(f"rendezvous/{name}", store),
         rank=rank,
@@ -123,34 +122,17 @@ def rendezvous(
     )
 
 
-class _Waiter:
-    """Pauses that grow, until a deadline."""
-
-    def __init__(self, timeout_s: float, check: Callable[[], None] | None) -> None:
-        self._deadline = time.monotonic() + timeout_s
-        self._check = check
-        self._pause_s = _POLL_S[0]
-
-    def is_over(self, extra_s: float = 0.0) -> bool:
-        return time.monotonic() > self._deadline + extra_s
-
-    def pause(self) -> None:
-        if self._check is not None:
-            self._check()
-        time.sleep(self._pause_s)
-        self._pause_s = min(self._pause_s * 1.5, _POLL_S[1])
-
-
 def _hold_roll_call(
-    store: Store, world_size: int, wait: _Waiter, timeout_s: float
+    store: Store, world_size: int, timeout_s: float, check: Callable[[], None]
 ) -> tuple[str, list[dict[str, Any]]]:
     """Rank 0: answer everyone until everyone has confirmed the answer."""
     name = secrets.token_hex(8)
     roll: dict[int, dict[str, Any]] = {0: json.loads(store.get(f"{_HELLO}/0"))}
     present = {0}
-    while len(present) < world_size:
-        for rank in range(1, world_size):
-            if rank in present or not store.check([f"{_HELLO}/{rank}"]):
+
+    def all_present() -> bool:
+        for rank in set(range(world_size)) - present:
+            if not store.check([f"{_HELLO}/{rank}"]):
                 continue
             entry = json.loads(store.get(f"{_HELLO}/{rank}"))
             if roll.get(rank, {}).get("nonce") != entry["nonce"]:
@@ -158,55 +140,65 @@ def _hold_roll_call(
                 store.set(f"{_SEAT}/{rank}", f"{name} {entry['nonce']}")
             if store.check([f"{name}/here/{rank}"]):
                 present.add(rank)
-        if len(present) == world_size:
-            break
-        if wait.is_over():
-            missing = sorted(set(range(world_size)) - present)
-            message = _missing(0, world_size, present, missing, roll, timeout_s)
-            store.set(f"{name}/{_FAIL}", message)
-            raise LaunchError(message)
-        wait.pause()
+        if len(present) < world_size:
+            check()
+        return len(present) == world_size
+
+    if not poll_until(all_present, timeout_s, longest_pause_s=_LONGEST_PAUSE_S):
+        message = _missing(world_size, present, roll, timeout_s)
+        store.set(f"{name}/{_FAIL}", message)
+        raise LaunchError(message)
     ordered = [roll[rank] for rank in range(world_size)]
     store.set(f"{name}/go", json.dumps(ordered))
     return name, ordered
 
 
 def _answer_roll_call(
-    store: Store, rank: int, world_size: int, nonce: str, wait: _Waiter, timeout_s: float
+    store: Store,
+    rank: int,
+    world_size: int,
+    nonce: str,
+    timeout_s: float,
+    check: Callable[[], None],
 ) -> tuple[str, list[dict[str, Any]]]:
     """Other ranks: wait for an answer to one's own number, confirm it, wait for the start."""
-    name = ""
-    while True:
-        if not name and store.check([f"{_SEAT}/{rank}"]):
-            seat, answered = store.get(f"{_SEAT}/{rank}").decode().split()
-            if answered == nonce:
-                name = seat  # for good: rank 0 may be at the next rendezvous before this rank reads "go"
-                store.set(f"{name}/here/{rank}", "1")
-        if name and store.check([f"{name}/go"]):
-            return name, json.loads(store.get(f"{name}/go"))
-        if name and store.check([f"{name}/{_FAIL}"]):
-            message = store.get(f"{name}/{_FAIL}").decode()
-            raise LaunchError(message.replace("rank 0/", f"rank {rank}/", 1))
-        if wait.is_over(extra_s=5.0 if name else 0.0):  # rank 0's list is better than none
-            raise LaunchError(
-                f"[lean_ddp rank {rank}/{world_size}] rank 0 did not answer within {timeout_s:.0f} s: "
-                "rank 0 is missing. Fix: start all ranks, or raise rendezvous_timeout_s."
-            )
-        wait.pause()
+
+    def seat() -> str:
+        check()
+        if not store.check([f"{_SEAT}/{rank}"]):
+            return ""
+        name, answered = store.get(f"{_SEAT}/{rank}").decode().split()
+        return name if answered == nonce else ""
+
+    def verdict() -> str:
+        check()
+        return next((key for key in ("go", _FAIL) if store.check([f"{name}/{key}"])), "")
+
+    # The seat is for good: rank 0 may be at the next rendezvous before this rank reads "go".
+    found = ""
+    if name := poll_until(seat, timeout_s, longest_pause_s=_LONGEST_PAUSE_S):
+        store.set(f"{name}/here/{rank}", "1")
+        # Rank 0's list of who is missing is better than none.
+        found = poll_until(verdict, timeout_s + 5.0, longest_pause_s=_LONGEST_PAUSE_S)
+    if not found:
+        raise LaunchError(
+            f"[lean_ddp rank {rank}/{world_size}] rank 0 did not answer within {timeout_s:.0f} s: "
+            "rank 0 is missing. Fix: start all ranks, or raise rendezvous_timeout_s."
+        )
+    text = store.get(f"{name}/{found}").decode()
+    if found == _FAIL:
+        raise LaunchError(text.replace("rank 0/", f"rank {rank}/", 1))
+    return name, json.loads(text)
 
 
 def _missing(
-    rank: int,
-    world_size: int,
-    present: Iterable[int],
-    missing: Iterable[int],
-    roll: dict[int, dict[str, Any]],
-    timeout_s: float,
+    world_size: int, present: set[int], roll: dict[int, dict[str, Any]], timeout_s: float
 ) -> str:
     came = ", ".join(f"{r} ({roll[r]['info'].get('host', '?')})" for r in sorted(present))
+    missing = ", ".join(map(str, sorted(set(range(world_size)) - present)))
     return (
-        f"[lean_ddp rank {rank}/{world_size}] {world_size} ranks were expected within "
-        f"{timeout_s:.0f} s. Joined: {came}. Missing: {', '.join(map(str, missing))}. Fix: start the "
+        f"[lean_ddp rank 0/{world_size}] {world_size} ranks were expected within "
+        f"{timeout_s:.0f} s. Joined: {came}. Missing: {missing}. Fix: start the "
         "missing ranks (look at their output first), set devices x num_nodes to the number that you "
         "start, or raise rendezvous_timeout_s."
     )
