@@ -16,12 +16,8 @@ from lightning_dp.faults.record import FailureRecord, is_consequence
 from lightning_dp.faults.root_cause import explain, find_root_cause, wait_until_read
 from lightning_dp.faults.sockets import GroupSockets
 from lightning_dp.faults.store import Store
-from lightning_dp.faults.waits import Waits
+from lightning_dp.faults.waits import EngineWait, Waits
 from lightning_dp.faults.watchdog import Watchdog
-
-
-def _never(error: BaseException) -> bool:
-    return False
 
 
 class FailureGuard:
@@ -35,12 +31,14 @@ class FailureGuard:
         stall_report_s: Seconds after which a wait is reported; 0 for never.
         is_agreed: Says of an exception that all ranks raise it together (an agreed stop, the end of a
             search for a learning rate), so that it is no failure.
+        engine_wait: What the engine waits for; called by the watchdog.
+        where: What this rank is doing, for reports.
+        groups: Process groups in which this rank may be blocked.
+        on_failure: Given the error with which this rank leaves.
 
     Attributes:
         failing: This rank is leaving with an error. Nothing collective can succeed any more.
         first: The failure that was first, once this rank is failing.
-        where: What this rank is doing, for reports.
-        groups: Process groups in which this rank may be blocked.
     """
 
     def __init__(
@@ -48,19 +46,23 @@ class FailureGuard:
         *,
         error_grace_s: float = 3.0,
         stall_report_s: float = 30.0,
-        is_agreed: Callable[[BaseException], bool] = _never,
+        is_agreed: Callable[[BaseException], bool] = lambda error: False,
+        engine_wait: Callable[[], EngineWait] = lambda: EngineWait(0),
+        where: Callable[[], str] = str,
+        groups: Callable[[], Sequence[dist.ProcessGroup]] = tuple,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.error_grace_s = error_grace_s
         self.stall_report_s = stall_report_s
         self.failing = False
         self.first: FailureRecord | None = None
-        self.where: Callable[[], str] = str
-        self.groups: Callable[[], Sequence[dist.ProcessGroup]] = tuple
-        self.waits = Waits()
+        self.waits = Waits(engine_wait)
+        self._where = where
+        self._groups = groups
+        self._on_failure = on_failure
         self.sockets = GroupSockets()
         self.channel: FailureChannel | None = None
         self.watchdog: Watchdog | None = None
-        self.on_failure: list[Callable[[BaseException], None]] = []
         self._is_agreed = is_agreed
         self._interrupter = Interrupter()
         self._barriers = 0
@@ -104,6 +106,7 @@ class FailureGuard:
         children: Callable[[], Mapping[int, int]] | None = None,
         store_host: int = 0,
         parent_pid: int | None = None,
+        each_look: Callable[[FailureChannel], None] = lambda channel: None,
     ) -> None:
         """Begin to watch, once the ranks have met.
 
@@ -115,6 +118,7 @@ class FailureGuard:
             children: Exit codes by rank of children that have ended.
             store_host: The rank that hosts the store; -1 if none of them.
             parent_pid: End with this parent.
+            each_look: Called by the watchdog at each look.
 
         Collective: none.
         """
@@ -132,8 +136,9 @@ class FailureGuard:
             error_grace_s=self.error_grace_s,
             stall_report_s=self.stall_report_s,
             parent_pid=parent_pid,
-            where=self.where,
-            groups=self.groups,
+            where=self._where,
+            groups=self._groups,
+            each_look=each_look,
         )
         self.watchdog.start()
 
@@ -194,7 +199,7 @@ class FailureGuard:
             f"What leads to '{theirs if 'checkpoint' in theirs else name}' was called on some ranks "
             "only. Fix: call it on every rank, not inside 'if rank == 0'",
             host="the ranks",
-            where=self.where(),
+            where=self._where(),
         )
         return channel.publish(record).to_error(channel.rank, channel.world_size)
 
@@ -216,14 +221,13 @@ class FailureGuard:
                 channel,
                 watchdog,
                 error,
-                where=self.where(),
+                where=self._where(),
                 waited_for=self.waits.last,
                 grace_s=self.error_grace_s,
             )
             replacement = explain(self.first, channel, error)
         if channel is not None and self._hosts_store:
             wait_until_read(channel, self.first)
-        for tell in self.on_failure:
-            tell(replacement if replacement is not None else error)
+        self._on_failure(replacement if replacement is not None else error)
         self.sockets.close_all()  # ranks blocked in a collective with this one get an error now
         return replacement

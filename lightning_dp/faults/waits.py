@@ -68,8 +68,8 @@ class Waits:
         last: What was waited for last, by the training thread itself.
     """
 
-    def __init__(self) -> None:
-        self.engine: Callable[[], EngineWait] = _no_engine
+    def __init__(self, engine: Callable[[], EngineWait] = lambda: EngineWait(0)) -> None:
+        self.engine = engine
         self.last = ""
         self._current: Wait | None = None
         self._begun = 0
@@ -105,10 +105,6 @@ class Waits:
         if wait is None:
             return {"what": "", "begun": begun}
         return {"what": wait.what, "kind": wait.kind, "number": wait.number, "begun": begun}
-
-
-def _no_engine() -> EngineWait:
-    return EngineWait(0)
 
 
 def describe_stall(rank: int, wait: Wait, reports: Mapping[int, Mapping[str, Any]]) -> str:

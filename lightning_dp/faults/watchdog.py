@@ -59,6 +59,7 @@ class Watchdog:
         parent_pid: If given, this process ends when that parent has gone.
         where: Says what this rank is doing.
         groups: The process groups in which this rank may be blocked.
+        each_look: Called at each look.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class Watchdog:
         parent_pid: int | None,
         where: Callable[[], str],
         groups: Callable[[], Sequence[dist.ProcessGroup]],
+        each_look: Callable[[FailureChannel], None],
     ) -> None:
         self.channel = channel
         self.first: FailureRecord | None = None
         self.unwinding = False  # the training thread is on its way out already
-        self.hooks: list[Callable[[FailureChannel], None]] = []
+        self._each_look = each_look
         self._peers = peers
         self._waits = waits
         self._interrupter = interrupter
@@ -143,8 +145,7 @@ class Watchdog:
             self._act(self.first)
             return
         self._tell()
-        for hook in self.hooks:
-            hook(self.channel)
+        self._each_look(self.channel)
 
     # Failure
 

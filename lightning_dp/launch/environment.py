@@ -7,12 +7,22 @@ mapping and numbers, so that ``lean-ddp doctor`` can use it too.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from lightning_dp.errors import LaunchError
 
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
+
 PARENT_VARIABLE = "LEAN_DDP_PARENT"  # process number of the launcher that started this rank
 PID_VARIABLE = "LEAN_DDP_PID"  # process number of the rank that these variables were made for
+_KINDS = {
+    "LightningEnvironment": "lightning",
+    "TorchElasticEnvironment": "torchrun",
+    "SLURMEnvironment": "slurm",
+}
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -37,6 +47,16 @@ class Placement:
     devices: int
     num_nodes: int
     pid: int
+
+    @classmethod
+    def of(cls, environment: ClusterEnvironment, devices: int, num_nodes: int) -> Placement:
+        """What ``environment`` says of this process, for a Trainer of ``devices`` x ``num_nodes``."""
+        kind = _KINDS.get(type(environment).__name__, type(environment).__name__)
+        external = environment.creates_processes_externally
+        # Lightning's own environment is told the world size by the Trainer: it cannot disagree.
+        world_size = devices * num_nodes if kind == "lightning" else environment.world_size()
+        local_rank = environment.local_rank() if external else 0
+        return cls(kind, external, local_rank, world_size, devices, num_nodes, os.getpid())
 
     @property
     def wanted(self) -> int:

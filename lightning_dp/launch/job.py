@@ -26,10 +26,11 @@ from lightning_dp.engine.wires.waiting import poll_until
 from lightning_dp.errors import LaunchError, RankFailedError
 from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.peers import describe_exit
-from lightning_dp.faults.store import Store, with_prefix
+from lightning_dp.faults.store import Store
 from lightning_dp.launch import exit_code
 from lightning_dp.launch.children import Children
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
+from lightning_dp.launch.stores import RankStore
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +46,7 @@ class Job:
 
     Attributes:
         children: Ranks that this process started.
-        store: Where the ranks meet; None before the first rendezvous.
-        port: Its port.
-        hosts_store: Whether this process hosts it.
-        outlives_ranks: Whether a process that is no rank hosts it.
+        hosted: Where the ranks meet; None before the first rendezvous.
         first_process: Rank 0's, once it was met.
         ends_with_job: Whether somebody will end it when its Hydra job ends.
         failed: Whether a trainer call of the job has failed.
@@ -60,10 +58,7 @@ class Job:
         self.key = key
         self.grace_s = grace_s
         self.children = Children()
-        self.store: Store | None = None
-        self.port = 0
-        self.hosts_store = False
-        self.outlives_ranks = False
+        self.hosted: RankStore | None = None
         self.first_process: ProcessIdentity | None = None
         self.ends_with_job = False
         self.failed = False
@@ -74,13 +69,6 @@ class Job:
         self._pid = os.getpid()
         names = (*RANK_VARIABLES, PARENT_VARIABLE, PID_VARIABLE)
         self._env = {name: os.environ.get(name) for name in names}
-
-    def adopt(self, store: Store, port: int, *, hosts: bool, outlives_ranks: bool = False) -> None:
-        """Use ``store``, under a prefix that another job at the same port does not use."""
-        names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
-        run = "-".join(os.environ.get(name, "") for name in names)
-        self.store = with_prefix(f"lean_ddp/{run}", store)
-        self.port, self.hosts_store, self.outlives_ranks = port, hosts, outlives_ranks
 
     def check_peers(self) -> None:
         """Raise if a rank that is about to be met has ended already.
@@ -97,9 +85,9 @@ class Job:
                 rank=rank,
                 exit_code=exit_with,
             )
-        if self.store is None or self.rank == 0 or self.first_process is None:
+        if self.hosted is None or self.rank == 0 or self.first_process is None:
             return
-        if self.store.check([_exiting(self.first_process)]):
+        if self.hosted.store.check([_exiting(self.first_process)]):
             raise LaunchError(
                 f"[lean_ddp rank {self.rank}/{self.world_size}] the program of rank 0 is over, but this "
                 "rank has called the trainer once more. Fix: call fit, validate, test and predict on "
@@ -122,7 +110,7 @@ class Job:
             if dist.is_initialized():
                 dist.destroy_process_group()
         error = self._reap(failed)
-        self.store = None
+        self.hosted = None
         for name, value in self._env.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -170,11 +158,11 @@ class Job:
         if os.getpid() != self._pid:  # a forked worker inherits this handler, not the job
             return
         crashed = getattr(sys, "last_value", None) is not None
-        store = self.store
+        hosted = self.hosted
         with contextlib.suppress(dist.DistError, RuntimeError):
-            if store is not None:
-                store.set(_exiting(ProcessIdentity.of_this_process()), "1")
-                store.add("gone", 1)
+            if hosted is not None:
+                hosted.store.set(_exiting(ProcessIdentity.of_this_process()), "1")
+                hosted.store.add("gone", 1)
         try:
             error = self._reap(self.failed or crashed)
         except KeyboardInterrupt:  # those that were waited for have been ended
@@ -183,8 +171,8 @@ class Job:
         if error is not None and not self.failed:
             log.error("%s", error)
             exit_code.remember(getattr(error, "exit_code", 1))
-        if store is not None and self.hosts_store and not self.children.processes:
-            _wait_for_farewells(store, self.world_size - self.dead_ranks)
+        if hosted is not None and hosted.is_hosted_here and not self.children.processes:
+            _wait_for_farewells(hosted.store, self.world_size - self.dead_ranks)
 
 
 def _exiting(process: ProcessIdentity) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_dp.faults.record import brief_of
 from lightning_dp.internals import hydra as hydra_seams
@@ -15,6 +18,7 @@ from lightning_dp.launch import exit_code
 from lightning_dp.launch import job as jobs
 from lightning_dp.launch.command import Program, check_repeatable, child_command
 from lightning_dp.launch.environment import PID_VARIABLE, Placement, check_placement
+from lightning_dp.launch.guarded_call import GuardedCall
 from lightning_dp.launch.stores import host_store
 
 if TYPE_CHECKING:
@@ -23,13 +27,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import ClusterEnvironment
 
-    from lightning_dp.launch.run_controller import RunController
 
-_KINDS = {
-    "LightningEnvironment": "lightning",
-    "TorchElasticEnvironment": "torchrun",
-    "SLURMEnvironment": "slurm",
-}
+log = logging.getLogger(__name__)
 
 
 class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
@@ -41,7 +40,7 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         cluster_environment: Who says what the ranks are.
         num_processes: Ranks on this machine.
         num_nodes: Machines.
-        controller: Guards calls of the trainer.
+        call: Guards calls of the trainer.
     """
 
     is_interactive_compatible = False
@@ -51,12 +50,12 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         cluster_environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        controller: RunController,
+        call: GuardedCall,
     ) -> None:
         self.cluster_environment = cluster_environment
         self.num_processes = num_processes
         self.num_nodes = num_nodes
-        self._controller = controller
+        self._call = call
 
     @property
     def procs(self) -> list[subprocess.Popen[bytes]]:
@@ -86,13 +85,9 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         """
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         hydra_job = hydra_seams.hydra_job()
-        controller = self._controller
-        controller.report_warnings(
-            check_placement(
-                placement(self.cluster_environment, self.num_processes, self.num_nodes), os.environ
-            )
-        )
-        job = controller.begin_job(_job_key(hydra_job))
+        place = Placement.of(self.cluster_environment, self.num_processes, self.num_nodes)
+        _say(check_placement(place, os.environ))
+        job = self._call.begin_job(_job_key(hydra_job))
         if hydra_job is not None and not job.ends_with_job:
             is_sweep = bool(hydra_job.launcher)
             job.ends_with_job = hydra_seams.on_hydra_job_end(
@@ -102,7 +97,7 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
             with job.unfinished():
                 self._start(job, hydra_job)
         run_seams.set_num_threads(self.num_processes)
-        return controller.run(trainer, function, *args, **kwargs)
+        return self._call.run(trainer, function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:
         """Send ``signum`` to the ranks started here.
@@ -114,7 +109,7 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         if job is None:
             return
         if signum == getattr(signal, "SIGKILL", None):
-            job.end_children(told=self._controller.guard.first is not None)
+            job.end_children(told=self._call.guard.first is not None)
         else:
             job.children.send(signum)
 
@@ -129,7 +124,8 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
             check_repeatable(program, hydra_job)
         environment = self.cluster_environment
         if self.num_nodes == 1:
-            address, port = "127.0.0.1", host_store(job)
+            job.hosted = host_store()
+            address, port = "127.0.0.1", job.hosted.port
         else:
             address, port = environment.main_address, environment.main_port
         node = environment.node_rank()
@@ -149,21 +145,10 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
             job.children.start(rank, child_command(program, hydra_job, local_rank), env, cwd)
 
 
-def placement(environment: ClusterEnvironment, devices: int, num_nodes: int) -> Placement:
-    """What a cluster environment and a Trainer say."""
-    kind = _KINDS.get(type(environment).__name__, type(environment).__name__)
-    external = environment.creates_processes_externally
-    # Lightning's own environment is told the world size by the Trainer: it cannot disagree.
-    world_size = devices * num_nodes if kind == "lightning" else environment.world_size()
-    return Placement(
-        kind=kind,
-        external=external,
-        local_rank=environment.local_rank() if external else 0,
-        world_size=world_size,
-        devices=devices,
-        num_nodes=num_nodes,
-        pid=os.getpid(),
-    )
+@rank_zero_only
+def _say(warnings: Iterable[str]) -> None:
+    for text in warnings:
+        log.warning(text)
 
 
 def _end_job(error: BaseException | None, *, is_sweep: bool) -> BaseException | None:

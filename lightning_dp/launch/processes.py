@@ -18,16 +18,15 @@ from lightning_dp.errors import ConfigError, RankFailedError
 from lightning_dp.faults.liveness import die_with_parent
 from lightning_dp.faults.peers import describe_exit
 from lightning_dp.faults.record import FailureRecord
+from lightning_dp.faults.store import Store
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch import exit_code
-from lightning_dp.launch import job as jobs
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
+from lightning_dp.launch.guarded_call import GuardedCall
 from lightning_dp.launch.stores import STORE_VARIABLE, host_store
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_dp.launch.run_controller import RunController
 
 FIRST_ERROR = "first error"
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
@@ -41,10 +40,10 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
     Args:
         strategy: Whose ranks.
         start_method: "fork", "spawn" or "forkserver".
-        controller: Guards the call in each rank.
+        call: Guards the call in each rank.
     """
 
-    def __init__(self, strategy: Any, start_method: str, controller: RunController) -> None:
+    def __init__(self, strategy: Any, start_method: str, call: GuardedCall) -> None:
         try:
             super().__init__(strategy, start_method=start_method)
         except ValueError as error:
@@ -52,7 +51,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
                 f"[lean_ddp] start_method={start_method!r} does not exist on this system. Fix: "
                 "strategy='lean_ddp', which runs the script again."
             ) from error
-        self._controller = controller
+        self._call = call
 
     def launch(
         self,
@@ -69,27 +68,27 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         Collective: none; the calling process is no rank.
         """
         exit_code.arm()
-        grace_s = self._controller.options.error_grace_s
-        job = jobs.Job("processes", grace_s)
-        try:
-            with _ending_processes(grace_s), self._environment(job), self._forwarding():
+        grace_s = self._call.options.error_grace_s
+        with _ending_processes(grace_s), self._environment() as store, self._forwarding():
+            try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            self._controller.guard.failing = True  # nothing here is a rank's state
-            self._controller.only_launches = True
-            raise self._explain(job, error) from None  # it has the rank's traceback
+            except (ProcessRaisedException, ProcessExitedException) as error:
+                self._call.guard.failing = True  # nothing here is a rank's state
+                self._call.only_launches = True
+                explained = self._explain(store, error)
+        raise explained  # it has the rank's traceback
 
     @contextlib.contextmanager
-    def _environment(self, job: jobs.Job) -> Iterator[None]:
+    def _environment(self) -> Iterator[Store]:
         """The store's address for the ranks; everything as before afterwards."""
         names = (*RANK_VARIABLES, STORE_VARIABLE, PARENT_VARIABLE, PID_VARIABLE)
         before = {name: os.environ.get(name) for name in names}
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        port = host_store(job)
-        os.environ[STORE_VARIABLE] = f"127.0.0.1:{port}"
-        os.environ["MASTER_PORT"] = str(port)
+        hosted = host_store()
+        os.environ[STORE_VARIABLE] = f"127.0.0.1:{hosted.port}"
+        os.environ["MASTER_PORT"] = str(hosted.port)
         try:
-            yield
+            yield hosted.store
         finally:
             for name, value in before.items():
                 if value is None:
@@ -100,7 +99,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
         """A request to stop that reaches this process is meant for the ranks."""
-        signals = self._controller.signals
+        signals = self._call.signals
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -113,16 +112,16 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _explain(self, job: jobs.Job, error: Any) -> BaseException:
+    def _explain(self, store: Store, error: Any) -> BaseException:
         """The failure that was first, rather than that of the process that ended first."""
         ended_with = getattr(error, "exit_code", 1)
         if ended_with == exit_code.PREEMPTED:
             return SIGTERMException(exit_code.PREEMPTED)
-        store, record = job.store, None
-        if store is not None and store.check([FIRST_ERROR]):
+        record = None
+        if store.check([FIRST_ERROR]):
             record = FailureRecord.from_json(store.get(FIRST_ERROR))
         if record is not None and (record.traceback or record.rank < 0):
-            return record.to_error(None, self._controller.world_size(self._strategy))
+            return record.to_error(None, self._strategy.num_nodes * self._strategy.num_processes)
         if record is None and isinstance(error, ProcessRaisedException):
             return RankFailedError(str(error), rank=error.error_index, remote_traceback=str(error))
         rank = record.rank if record is not None else error.error_index
@@ -154,15 +153,14 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
     def _run(
         self, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        controller = self._controller
-        job = controller.begin_job("program")
+        job = self._call.begin_job("program")
         try:
-            return controller.run(trainer, function, *args, **kwargs)
+            return self._call.run(trainer, function, *args, **kwargs)
         except BaseException as error:
-            first = controller.guard.first
-            if first is not None and job.store is not None:
+            first = self._call.guard.first
+            if first is not None and job.hosted is not None:
                 with contextlib.suppress(RuntimeError):
-                    job.store.compare_set(FIRST_ERROR, "", first.to_json())
+                    job.hosted.store.compare_set(FIRST_ERROR, "", first.to_json())
             if isinstance(error, KeyboardInterrupt):
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does: it is ending
             if trainer is not None:
@@ -185,8 +183,6 @@ def _ending_processes(grace_s: float) -> Iterator[None]:
     others = set(multiprocessing.active_children())
     try:
         yield
-    except (ProcessRaisedException, ProcessExitedException):
-        raise  # torch has ended them
     except BaseException:
         ranks = [process for process in multiprocessing.active_children() if process not in others]
         for number, wait_s in ((None, 1.0), (signal.SIGINT, 2 * grace_s), (_KILL, grace_s)):

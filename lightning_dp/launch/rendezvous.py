@@ -20,12 +20,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_dp.engine.wires.waiting import poll_until
 from lightning_dp.errors import LaunchError
 from lightning_dp.faults.liveness import ProcessIdentity
-from lightning_dp.faults.store import Store, tcp_store, with_prefix
+from lightning_dp.faults.store import Store, with_prefix
 
 _HELLO, _SEAT, _FAIL = "hello", "seat", "fail"
 _LONGEST_PAUSE_S = 0.1
@@ -48,37 +46,6 @@ class Rendezvous:
     world_size: int
     members: tuple[dict[str, Any], ...]
     processes: tuple[ProcessIdentity, ...]
-
-
-def open_store(
-    host: str, port: int, *, hosts: bool, timeout_s: float, rank: int, listen_fd: int | None = None
-) -> Store:
-    """Open the store that the ranks meet at.
-
-    Args:
-        host: Address of the process that hosts it.
-        port: Its port.
-        hosts: Whether this process hosts it.
-        timeout_s: Seconds to wait for the host.
-        rank: This rank, for messages.
-        listen_fd: A socket that listens on ``port`` already; the store takes it over.
-
-    Raises:
-        LaunchError: The port is taken, or nobody hosts the store in time.
-    """
-    try:
-        return tcp_store(host, port, hosts=hosts, timeout_s=timeout_s, listen_fd=listen_fd)
-    except (dist.DistError, RuntimeError) as error:
-        if hosts:
-            raise LaunchError(
-                f"[lean_ddp rank {rank}] cannot open port {port} on {host}: {error}. Another job on this "
-                "machine may be using it. Fix: choose another one with MASTER_PORT=<port> on all ranks."
-            ) from error
-        raise LaunchError(
-            f"[lean_ddp rank {rank}] rank 0 did not open {host}:{port} within {timeout_s:.0f} s: rank 0 is "
-            f"missing. Fix: start all ranks, with the same MASTER_ADDR and MASTER_PORT, or raise "
-            f"rendezvous_timeout_s. ({error})"
-        ) from error
 
 
 def rendezvous(

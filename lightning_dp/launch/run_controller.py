@@ -1,35 +1,37 @@
-"""One object between the strategy and everything about starting, failing and stopping."""
+"""The strategy's view of starting, meeting, failing and stopping."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_utilities.core.rank_zero import rank_zero_only
+import torch
+import torch.distributed as dist
 
 from lightning_dp.engine.reduction.failure import Supervision
-from lightning_dp.faults.failure_guard import FailureGuard
-from lightning_dp.faults.preemption import StopRequest, signal_numbers
+from lightning_dp.faults.store import with_prefix
+from lightning_dp.internals import hydra as hydra_seams
 from lightning_dp.internals import runs as run_seams
-from lightning_dp.launch import job as jobs
-from lightning_dp.launch import torchrun
-from lightning_dp.launch.joining import join
+from lightning_dp.launch.environment import (
+    PARENT_VARIABLE,
+    Placement,
+    check_group,
+    compare_members,
+)
+from lightning_dp.launch.guarded_call import GuardedCall
+from lightning_dp.launch.job import Job
 from lightning_dp.launch.launcher import LeanScriptLauncher
 from lightning_dp.launch.processes import LeanProcessLauncher
-from lightning_dp.launch.stopping import Stopper
-from lightning_dp.launch.view import Engine, View
+from lightning_dp.launch.rendezvous import Rendezvous, describe_this_rank, rendezvous
+from lightning_dp.launch.stores import reach_store
+from lightning_dp.launch.view import Engine
 from lightning_dp.options import FaultOptions
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-_AGREEMENT_TIMEOUT_S = 1800.0
 
 
 class RunController:
@@ -38,128 +40,38 @@ class RunController:
     Args:
         options: Checked options.
         engine: What is asked of the engine.
-
-    Attributes:
-        guard: The failure channel.
-        preemption: The request to stop; ``local_stop`` is for the control tail.
-        only_launches: This process started the ranks of a failed run and is none itself.
     """
 
     def __init__(self, options: FaultOptions, engine: Engine) -> None:
-        self.options = options
-        self.signals = signal_numbers(options.preempt_signals)
-        self._view = View(engine)
-        self.preemption = StopRequest()
-        self.guard = FailureGuard(
-            error_grace_s=options.error_grace_s,
-            stall_report_s=options.stall_report_s,
-            is_agreed=self._is_agreed,
-        )
-        self.guard.on_failure.append(torchrun.record)
-        self.guard.waits.engine = self._view.engine_wait
-        self.guard.where = self._view.where
-        self.guard.groups = self._view.groups
-        self._stopper: Stopper | None = None
-        self._job: jobs.Job | None = None
-        self.only_launches = False
-
-    @staticmethod
-    def world_size(strategy: DDPStrategy) -> int:
-        """How many ranks the strategy wants."""
-        return strategy.num_nodes * strategy.num_processes
+        self._call = GuardedCall(options, engine)
+        self._guard = self._call.guard
 
     @property
     def failing(self) -> bool:
         """Whether this rank is on its way out with an error; nothing collective can succeed."""
-        return self.guard.failing
+        return self._guard.failing
 
-    # Launch
+    @property
+    def only_launches(self) -> bool:
+        """Whether this process started the ranks of a failed run and is none itself."""
+        return self._call.only_launches
 
     def make_launcher(self, strategy: Any, start_method: str) -> Any:
         """The launcher for ``strategy``."""
         if start_method == "popen":
             return LeanScriptLauncher(
-                strategy.cluster_environment, strategy.num_processes, strategy.num_nodes, self
+                strategy.cluster_environment, strategy.num_processes, strategy.num_nodes, self._call
             )
-        return LeanProcessLauncher(strategy, start_method, self)
+        return LeanProcessLauncher(strategy, start_method, self._call)
 
-    def begin_job(self, key: str) -> jobs.Job:
-        """Begin a job, or continue it."""
-        self._job = jobs.begin(key, self.options.error_grace_s)
-        return self._job
-
-    @staticmethod
-    @rank_zero_only
-    def report_warnings(warnings: Iterable[str]) -> None:
-        """Log what looks odd, once."""
-        for text in warnings:
-            log.warning(text)
-
-    def run(
-        self, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call ``function`` under guard.
-
-        Raises:
-            RankFailedError: Another rank failed first.
-
-        Collective: every rank calls it; it does not communicate by itself.
-        """
-        self.preemption.reset()
-        self._view.trainer = trainer
-        job = self._job
-        unfinished = job.unfinished(self._is_agreed) if job else contextlib.nullcontext()
-        try:
-            with unfinished, self.guard.guarding(), self._stoppable(trainer):
-                return function(*args, **kwargs)
-        finally:
-            if self._job is not None:
-                self._job.failed |= self.failing
-                first = self.guard.first
-                self._job.dead_ranks = int(first is not None and not first.traceback)
-                self._job.preempted |= self.preemption.agreed
-
-    @contextlib.contextmanager
-    def _stoppable(self, trainer: pl.Trainer | None) -> Any:
-        if trainer is None:
-            yield
-            return
-        undo_links = run_seams.atomic_links(trainer)
-        self._stopper = stopper = Stopper(
-            trainer,
-            self.preemption,
-            self.guard,
-            on_preempt=self.options.on_preempt,
-            signals=self.signals,
-            timeout_s=_AGREEMENT_TIMEOUT_S,
-            window_is_closed=self._view.window_is_closed,
-            tail_carries_stop=self._view.tail_carries_stop,
-        )
-        if self.options.on_preempt != "ignore":
-            stopper.install()
-        try:
-            yield
-        except BaseException as error:
-            if stopper.is_agreed(error):
-                stopper.conclude(error)
-            raise
-        finally:
-            stopper.remove()
-            undo_links()
-            self._stopper = None
-
-    def _is_agreed(self, error: BaseException) -> bool:
-        agreed = self.preemption.agreed and isinstance(error, SystemExit)
-        return agreed or run_seams.is_agreed_end(error)
-
-    # The strategy's hooks
+    # The ranks meet
 
     def setup_distributed(self, strategy: DDPStrategy, default: Callable[[], None]) -> None:
-        """Meet the other ranks and begin to watch; then what the strategy would do.
+        """Meet the other ranks, make the process group if there is none, begin to watch.
 
         Args:
-            strategy: Whose ranks.
-            default: Finds a process group that exists already.
+            strategy: Whose ranks; a world of one meets nobody.
+            default: What the strategy would do; finds the process group.
 
         Raises:
             LaunchError: Ranks are missing, or run another job.
@@ -167,12 +79,64 @@ class RunController:
         Collective: every rank. Blocks until all are there, for ``rendezvous_timeout_s`` at most.
         """
         strategy.set_world_ranks()
-        timeout_s = self.options.rendezvous_timeout_s
-        join(strategy, self._any_job, self.guard, self.preemption, timeout_s)
+        environment = strategy.cluster_environment
+        assert environment is not None
+        if dist.is_initialized():
+            place = Placement.of(environment, strategy.num_processes, strategy.num_nodes)
+            check_group(place, dist.get_world_size())
+        if strategy.world_size > 1:
+            self._join(strategy, (environment.main_address, environment.main_port))
         default()
 
-    def _any_job(self) -> jobs.Job:
-        return self._job or self.begin_job("program")
+    def _join(self, strategy: DDPStrategy, address: tuple[str, int]) -> None:
+        job = self._call.job or self._call.begin_job("program")
+        job.rank, job.world_size = strategy.global_rank, strategy.world_size
+        timeout_s = self._call.options.rendezvous_timeout_s
+        hosted = job.hosted = job.hosted or reach_store(job.rank, address, timeout_s)
+        hydra_job = hydra_seams.hydra_job()
+        info = {**describe_this_rank(), "job": hydra_job.describe() if hydra_job else None}
+        met = rendezvous(
+            hosted.store,
+            job.rank,
+            job.world_size,
+            info,
+            timeout_s=timeout_s,
+            check=job.check_peers,
+        )
+        job.first_process = met.processes[0]
+        compare_members(met.members, job.rank)
+        self._guard.sockets.spared_port = hosted.port
+        if not dist.is_initialized():
+            self._make_group(strategy, met)
+        self._watch(job, met, outlives_ranks=hosted.outlives_ranks)
+
+    def _make_group(self, strategy: DDPStrategy, met: Rendezvous) -> None:
+        """The default process group. Collective: every rank. Blocks."""
+        device: torch.device = strategy.root_device
+        with self._guard.sockets.recording():
+            dist.init_process_group(
+                run_seams.process_group_backend(strategy),
+                store=with_prefix("group", met.store),  # type: ignore[arg-type]
+                rank=met.rank,
+                world_size=met.world_size,
+                timeout=run_seams.timeout_of(strategy),
+                device_id=device if device.type != "cpu" else None,
+            )
+
+    def _watch(self, job: Job, met: Rendezvous, *, outlives_ranks: bool) -> None:
+        parent = os.environ.get(PARENT_VARIABLE)
+        self._guard.open(
+            with_prefix("guard", met.store),
+            met.rank,
+            met.processes,
+            thread_store=with_prefix("guard", met.store.clone()),
+            children=job.children.ended if job.children.processes else None,
+            store_host=-1 if outlives_ranks else 0,
+            parent_pid=int(parent) if parent else None,
+            each_look=self._call.stop.share,
+        )
+
+    # While a call runs
 
     def while_waiting(self, what: str, call: Callable[[], T], alone: T) -> T:
         """Communicate through ``call``; where this rank is failing, do not, and return ``alone``.
@@ -184,35 +148,29 @@ class RunController:
 
         Collective: as ``call``'s.
         """
-        if self.guard.failing:
+        if self._guard.failing:
             return alone
         if not what:
             return call()
-        with self.guard.waits.waiting(what):
+        with self._guard.waits.waiting(what):
             return call()
 
     def barrier(self, name: str, plain: Callable[[], None]) -> None:
         """See :meth:`FailureGuard.barrier`. Collective: every rank, unless this one is failing. Blocks."""
-        self.guard.barrier(name, plain)
+        self._guard.barrier(name, plain)
 
     @property
     def supervision(self) -> Supervision:
         """What the engine says to this class."""
-        stop = self.preemption
-        return Supervision(
-            self.guard.publish, self.guard.waits.waiting, lambda: stop.local_stop, stop.agree
-        )
+        guard, stop = self._guard, self._call.stop
+        return Supervision(guard.publish, guard.waits.waiting, lambda: stop.local_stop, stop.agree)
 
     def evaluation_starts(self) -> None:
         """A validation, test or prediction begins. Collective: none."""
-        if self._stopper is not None:
-            self._stopper.evaluation_starts()
+        if self._call.stopper is not None:
+            self._call.stopper.evaluation_starts()
 
     def evaluation_ends(self) -> None:
         """A validation, test or prediction ends. Collective: every rank. Blocks."""
-        if self._stopper is not None:
-            self._stopper.evaluation_ends()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A spawned rank begins a job of its own."""
-        return {**self.__dict__, "_job": None, "_stopper": None}
+        if self._call.stopper is not None:
+            self._call.stopper.evaluation_ends()

@@ -13,7 +13,8 @@ from lightning_dp.errors import RankFailedError
 from lightning_dp.faults.failure_guard import FailureGuard
 from lightning_dp.faults.store import with_prefix
 from lightning_dp.faults.waits import EngineWait
-from lightning_dp.launch.rendezvous import describe_this_rank, open_store, rendezvous
+from lightning_dp.launch.rendezvous import describe_this_rank, rendezvous
+from lightning_dp.launch.stores import open_store
 from tests.support.logs import log_lines
 from tests.support.ranks import RankError
 from tests.support.trainers import ranks

@@ -282,7 +282,7 @@ def _alone(rank, world_size, root):
     class Look(Callback):
         def on_train_batch_end(self, trainer, *_):
             seen.append([t.name for t in threading.enumerate() if t.name.startswith("lean")])
-            seen.append(trainer.strategy._controller.guard.channel)
+            seen.append(trainer.strategy._controller._guard.channel)
 
     made = Trainer(
         accelerator="cpu",

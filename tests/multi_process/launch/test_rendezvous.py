@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_dp.errors import LaunchError
-from lightning_dp.launch.rendezvous import describe_this_rank, open_store, rendezvous
+from lightning_dp.launch.rendezvous import describe_this_rank, rendezvous
+from lightning_dp.launch.stores import open_store
 from tests.support.programs import free_port
 from tests.support.trainers import ranks
 
