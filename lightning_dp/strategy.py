@@ -22,6 +22,7 @@ from lightning_dp.data_plane.plane import DataPlane
 from lightning_dp.engine.control import WindowTotals
 from lightning_dp.engine.reduction.timing import ReductionTimes
 from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
+from lightning_dp.internals import loops as loop_seams
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.launch.run_controller import RunController
@@ -166,7 +167,11 @@ class LeanDDPStrategy(DDPStrategy):
             return self._data_plane.reduce(tensor, reduce_op, plain)
 
         # A user's group leaves ranks out, whose collectives are then numbered differently.
-        what = "reduce" if group is None else ""
+        what = ""
+        if group is None and isinstance(tensor, Tensor):
+            name = loop_seams.logged_name()
+            what = f"reduce of {name!r} " if name else "reduce "
+            what += f"{tuple(tensor.shape)} {tensor.dtype}"
         return self._controller.while_waiting(what, call, tensor)
 
     def all_gather(
@@ -175,7 +180,7 @@ class LeanDDPStrategy(DDPStrategy):
         """Gather from all ranks; ragged shares are padded. Collective: every rank. Blocks."""
         gather = partial(self._data_plane.all_gather, tensor, group, sync_grads=sync_grads)
         everyone = group is None or group is torch.distributed.group.WORLD
-        what = "all_gather" if everyone else ""
+        what = f"all_gather {tensor.dtype}" if everyone else ""
         return self._controller.while_waiting(what, gather, tensor.unsqueeze(0))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_dp.engine.wires.waiting import poll_until
+from lightning_dp.engine.waiting import poll_until
 from lightning_dp.errors import CollectiveError
 from lightning_dp.faults.record import FailureRecord
 from lightning_dp.faults.store import Store
@@ -110,6 +110,10 @@ class FailureChannel:
     def write_once(self, key: str, value: str) -> str:
         """Set ``key`` if nobody has; return what it holds. Collective: none."""
         return self._store.compare_set(key, "", value).decode()
+
+    def forget(self, key: str) -> None:
+        """Remove ``key``, if it is there. Collective: none."""
+        self._store.delete_key(key)
 
     def read_ranks(self, prefix: str, ranks: Iterable[int] | None = None) -> dict[int, Any]:
         """JSON values of ``prefix/<rank>`` for the ranks that have set one. Collective: none."""

@@ -56,7 +56,8 @@ class FailureGuard:
         self.stall_report_s = stall_report_s
         self.failing = False
         self.first: FailureRecord | None = None
-        self.waits = Waits(engine_wait)
+        self.waits = Waits()
+        self._engine_wait = engine_wait
         self._where = where
         self._groups = groups
         self._on_failure = on_failure
@@ -65,7 +66,6 @@ class FailureGuard:
         self.watchdog: Watchdog | None = None
         self._is_agreed = is_agreed
         self._interrupter = Interrupter()
-        self._barriers = 0
         self._hosts_store = False
 
     @contextlib.contextmanager
@@ -125,8 +125,8 @@ class FailureGuard:
         world_size = len(processes)
         self.close()
         self.channel = FailureChannel(store, rank, world_size)
+        self.waits.open(self.channel, self._engine_wait, self._where)
         self._hosts_store = store_host == rank
-        self._barriers = 0
         self.watchdog = Watchdog(
             FailureChannel(thread_store, rank, world_size),
             Peers(processes, rank, children, store_host),
@@ -147,6 +147,7 @@ class FailureGuard:
         watchdog, self.watchdog = self.watchdog, None
         if watchdog is not None:
             watchdog.stop()
+        self.waits.close()
         channel, self.channel = self.channel, None
         if channel is not None and not self.failing:
             with contextlib.suppress(dist.DistError, RuntimeError):
@@ -161,7 +162,7 @@ class FailureGuard:
         if channel is None or self._is_agreed(error) or is_consequence(error):
             return
         with contextlib.suppress(dist.DistError, RuntimeError):
-            channel.publish(FailureRecord.from_exception(channel.rank, error, self.where()))
+            channel.publish(FailureRecord.from_exception(channel.rank, error, self._where()))
 
     def barrier(self, name: str, plain: Callable[[], None]) -> None:
         """A barrier that can be interrupted, and that all ranks must enter by the same name.
@@ -171,37 +172,18 @@ class FailureGuard:
             plain: The barrier of a backend that does not block the host in a way of its own.
 
         Raises:
-            RankFailedError: The ranks are at barriers of different names, or a rank has failed.
+            RankFailedError: Another rank is elsewhere (at a barrier of another name), or has failed.
 
         Collective: every rank of the default group, unless this rank is failing: then it returns at
         once, because the others may never come. Blocks.
         """
         if self.failing or not dist.is_initialized():
             return
-        channel = self.channel
-        what = f"barrier '{name}'" if name else "a barrier"
-        if channel is not None and name:
-            self._barriers += 1
-            theirs = channel.write_once(f"barrier/{self._barriers}", name)
-            if theirs != name:
-                raise self._barrier_mismatch(channel, name, theirs)
-        with self.waits.waiting(what):
+        with self.waits.waiting(f"barrier '{name}'" if name else "a barrier"):
             if dist.get_backend() == "gloo":
                 interruptible_wait(dist.barrier(async_op=True))
             else:
                 plain()
-
-    def _barrier_mismatch(self, channel: FailureChannel, name: str, theirs: str) -> BaseException:
-        record = FailureRecord(
-            rank=-1,
-            error_type="barrier mismatch",
-            message=f"rank {channel.rank} came to barrier '{name}', another rank to barrier '{theirs}'. "
-            f"What leads to '{theirs if 'checkpoint' in theirs else name}' was called on some ranks "
-            "only. Fix: call it on every rank, not inside 'if rank == 0'",
-            host="the ranks",
-            where=self._where(),
-        )
-        return channel.publish(record).to_error(channel.rank, channel.world_size)
 
     def _failed(self, error: BaseException) -> BaseException | None:
         """This rank leaves with ``error``: tell the others, or learn what came first.

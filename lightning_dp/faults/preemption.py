@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from types import FrameType
 from typing import Any
 
-from lightning_dp.engine.wires.waiting import poll_until
+from lightning_dp.engine.waiting import poll_until
 from lightning_dp.errors import ConfigError
 from lightning_dp.faults.channel import FailureChannel
 

@@ -6,7 +6,7 @@ import contextlib
 
 import torch.distributed as dist
 
-from lightning_dp.engine.wires.waiting import poll_until
+from lightning_dp.engine.waiting import poll_until
 from lightning_dp.errors import RankFailedError
 from lightning_dp.faults.channel import FailureChannel
 from lightning_dp.faults.record import (

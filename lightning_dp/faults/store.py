@@ -26,6 +26,9 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set the value if it is ``expected`` ("" for missing); return what it holds then."""
 
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; return whether it was there."""
+
     def clone(self) -> Store:
         """The same keys through a connection of its own."""
 

@@ -202,7 +202,7 @@ class Watchdog:
             return
         self._next_heartbeat = now + HEARTBEAT_S
         self._heartbeats += 1
-        report = {**self._waits.report(), "heartbeat": self._heartbeats, "where": self._where()}
+        report = {**self._waits.report(), "heartbeat": self._heartbeats}
         self.channel.write(f"heartbeat/{self.channel.rank}", json.dumps(report))
         if wait is None or age < _DEADLOCK_AFTER_S:
             self._suspect = None

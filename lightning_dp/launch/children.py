@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from lightning_dp.engine.wires.waiting import poll_until
+from lightning_dp.engine.waiting import poll_until
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE
 
 log = logging.getLogger(__name__)

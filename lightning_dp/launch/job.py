@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from lightning_dp.engine.wires.waiting import poll_until
+from lightning_dp.engine.waiting import poll_until
 from lightning_dp.errors import LaunchError, RankFailedError
 from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.peers import describe_exit

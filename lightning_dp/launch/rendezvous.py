@@ -20,7 +20,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from lightning_dp.engine.wires.waiting import poll_until
+from lightning_dp.engine.waiting import poll_until
 from lightning_dp.errors import LaunchError
 from lightning_dp.faults.liveness import ProcessIdentity
 from lightning_dp.faults.store import Store, with_prefix
