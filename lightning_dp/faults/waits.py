@@ -6,8 +6,8 @@ that A has not begun, neither can go on, however patient one is. A rank that is 
 begun what the other has left behind, so it is never mistaken for one. And if both wait in the same place of
 the sequence, but in collectives of different kinds, keys or shapes, neither will get what it waits for.
 
-[Note: who is in what] Two collectives that do not belong together may also complete, with one key's value in
-the place of another's. So ranks compare what they enter before they enter it: the first to come writes its
+[Note: who is in what] Two collectives that do not belong together may also complete, with one key's value
+in the place of another's. So ranks compare what they enter before they enter it: the first to come writes its
 name under the number, the others compare theirs. That is one round trip to the store; after the first
 thousand, where a program repeats itself, the names of sixteen are compared at once.
 """
@@ -32,9 +32,9 @@ from lightning_dp.faults.record import FailureRecord
 
 GRADIENTS, COLLECTIVES = "gradients", "collectives"
 ADVICE = (
-    "Something that all ranks must call (save_checkpoint, a barrier, self.log with sync_dist, trainer.log_dir, "
-    "a training step) was called on some of them only, or with other keys or shapes. Fix: call it on every "
-    "rank, not inside 'if rank == 0', and log the same keys in the same order on all of them"
+    "Something that all ranks must call (save_checkpoint, a barrier, self.log with sync_dist, "
+    "trainer.log_dir, a training step) was called on some of them only, or with other keys or shapes. Fix: "
+    "call it on every rank, not inside 'if rank == 0'; log the same keys in the same order on all of them"
 )
 COMPARE_ALL, COMPARE_EVERY = 1000, 16
 _NOT_THE_USERS = {
@@ -91,13 +91,18 @@ class Waits:
         self.last = ""
         self._current: Wait | None = None
         self._seen: Wait | None = None
-        self.close()
+        self._channel: FailureChannel | None = None
+        self._engine: Callable[[], EngineWait] = _no_engine
+        self._where: Callable[[], str] = str
+        self._thread_id = 0
+        self._begun = 0
+        self._unchecked: list[tuple[str, str]] = []
 
     def open(
         self,
         channel: FailureChannel,
-        engine: Callable[[], EngineWait] = lambda: EngineWait(0),
-        where: Callable[[], str] = str,
+        engine: Callable[[], EngineWait],
+        where: Callable[[], str],
     ) -> None:
         """All ranks have met, and count from here. Called by the thread that trains.
 
@@ -108,18 +113,14 @@ class Waits:
 
         Collective: none.
         """
-        self.close()
         self._channel, self._engine, self._where = channel, engine, where
         self._thread_id = threading.get_ident()
+        self._begun = 0
+        self._unchecked = []
 
     def close(self) -> None:
         """Compare nothing any more."""
-        self._channel: FailureChannel | None = None
-        self._engine: Callable[[], EngineWait] = _no_engine
-        self._where: Callable[[], str] = str
-        self._thread_id = 0
-        self._begun = 0
-        self._unchecked: list[tuple[str, str]] = []
+        self._channel, self._engine = None, _no_engine
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -152,7 +153,7 @@ class Waits:
         mine, self._unchecked = self._unchecked, []
         text = channel.write_once(f"collectives/{number}", json.dumps([channel.rank, mine]))
         if channel.rank == 0 and number > COMPARE_ALL:
-            channel.forget(f"collectives/{number - COMPARE_ALL // 2}")
+            channel.forget(f"collectives/{number - 32 * COMPARE_EVERY}")
         other, theirs = json.loads(text)
         for (here, line), (there, their_line) in zip(mine, theirs, strict=True):
             if here != there:

@@ -22,6 +22,8 @@ from lightning_dp.faults.record import FailureRecord, brief_of, exit_code_of, is
 from lightning_dp.faults.root_cause import explain
 from lightning_dp.faults.store import empty_store
 from lightning_dp.faults.waits import (
+    COMPARE_ALL,
+    COMPARE_EVERY,
     EngineWait,
     Wait,
     Waits,
@@ -342,6 +344,10 @@ def waiting(what, kind="collectives", number=1, collectives=0, gradients=0, **mo
         ),
         ({0: waiting("a", number=5), 1: waiting("a", number=4)}, False),
         ({0: waiting("a", number=5), 1: waiting("a", number=5)}, False),
+        # the same place of the sequence, but other collectives
+        ({0: waiting("broadcast", number=5), 1: waiting("a barrier", number=5)}, True),
+        # two buckets of one backward are no two collectives
+        ({0: waiting("a", "gradients", 5), 1: waiting("b", "gradients", 5)}, False),
         ({0: waiting("a", number=5), 1: waiting("", collectives=4)}, False),
         ({0: waiting("a", number=5), 1: waiting("", collectives=5, gone=True)}, False),
         ({0: waiting("a", number=5)}, False),
@@ -369,15 +375,15 @@ def test_a_stall_says_who_has_not_come():
 
 
 def test_what_the_engine_waits_for_begins_when_it_is_first_seen():
-    waits = Waits()
-    waits.engine = lambda: EngineWait(3, "bucket 1", ("w",))
+    waits, engine = Waits(), [EngineWait(3, "bucket 1", ("w",))]
+    waits.open(FailureChannel(empty_store(), 0, 1), lambda: engine[0], str)
     first = waits.look()
     assert waits.look() is first
     assert first.number == 3
     with waits.waiting("a barrier"):
         assert waits.look().what == "a barrier"
         assert waits.report()["begun"] == {"collectives": 1, "gradients": 3}
-    waits.engine = lambda: EngineWait(3)
+    engine[0] = EngineWait(3)
     assert waits.look() is None
     assert waits.report()["what"] == ""
 
@@ -433,3 +439,53 @@ def test_votes_are_counted():
     lonely = FailureChannel(empty_store(), 0, 2)
     with pytest.raises(CollectiveError, match="1 of 2"):
         lonely.agree_any("c", True, timeout_s=0.05)
+
+
+def two_ranks():
+    store, ranks = empty_store(), []
+    for rank in range(2):
+        waits = Waits()
+        waits.open(FailureChannel(store, rank, 2), lambda: EngineWait(0), str)
+        ranks.append(waits)
+    return ranks
+
+
+def enter(waits, what):
+    with waits.waiting(what):
+        pass
+
+
+def test_ranks_compare_what_they_enter_before_they_enter_it():
+    zero, one = two_ranks()
+    for what in ("barrier 'a'", "reduce of 'loss' ()"):
+        enter(zero, what)
+        enter(one, what)  # control: the same on both passes
+    enter(one, "broadcast")
+    with pytest.raises(RankFailedError) as caught:
+        enter(zero, "reduce of 'accuracy' ()")
+    message = str(caught.value)
+    assert "rank 0 came to reduce of 'accuracy' () (test_faults_parts.py:" in message
+    assert "rank 1 to broadcast (test_faults_parts.py:" in message
+    assert " in enter)" in message
+
+
+def test_later_the_first_difference_of_several_is_named():
+    zero, one = two_ranks()
+    for waits in (zero, one):
+        for _ in range(COMPARE_ALL + 3):
+            enter(waits, "reduce of 'loss' ()")
+    enter(zero, "reduce of 'extra' ()")
+    for _ in range(COMPARE_EVERY):
+        enter(zero, "reduce of 'loss' ()")
+    with pytest.raises(RankFailedError, match=r"rank 1 came to reduce of 'loss'.*'extra'"):
+        for _ in range(COMPARE_EVERY):
+            enter(one, "reduce of 'loss' ()")
+
+
+def test_a_long_run_leaves_few_names_in_the_store():
+    store = empty_store()
+    waits = Waits()
+    waits.open(FailureChannel(store, 0, 1), lambda: EngineWait(0), str)
+    for _ in range(10 * COMPARE_ALL):
+        enter(waits, "reduce of 'loss' ()")
+    assert store.num_keys() < 1.2 * COMPARE_ALL

@@ -191,7 +191,9 @@ def test_ranks_at_barriers_of_different_names_are_told_so():
 def _deadlock(rank, world_size, port):
     def body(guard, rank):
         guard.barrier("start", dist.barrier)
-        guard.waits.engine = lambda: EngineWait(3 + rank, "the gradients of step 3" if rank else "")
+        guard.waits._engine = lambda: EngineWait(
+            3 + rank, "the gradients of step 3" if rank else ""
+        )
         if rank == 0:
             guard.barrier("", dist.barrier)
             return
@@ -228,7 +230,7 @@ def _stall(rank, world_size, port):
     def body(guard, rank):
         if rank == 1:
             time.sleep(4)
-        guard.waits.engine = lambda: EngineWait(1, "bucket 0 of 1", ("layer.weight",))
+        guard.waits._engine = lambda: EngineWait(1, "bucket 0 of 1", ("layer.weight",))
         dist.barrier()
 
     told = guarded(rank, world_size, port, body, stall_report_s=2.0)
