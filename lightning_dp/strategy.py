@@ -62,8 +62,8 @@ class LeanDDPStrategy(DDPStrategy):
         hook = options.ddp_comm_hook, options.ddp_comm_state, options.ddp_comm_wrapper
         self._undo_no_sync: Callable[[], None] | None = None
         self._engine = StepDriver(options, *hook, self._timeout)
-        self._data_plane = DataPlane(options, self._timeout)
         self._controller = RunController(options, self._engine)
+        self._data_plane = DataPlane(options, self._timeout, self._controller.waiting)
         self._atomic_io = AtomicCheckpointIO()
 
     # What users may ask

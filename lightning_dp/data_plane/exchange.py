@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from lightning_dp.data.content_hash import content_hash
 from lightning_dp.data.order import Order
-from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.group import ReplicaGroup, Waiting
+from lightning_dp.engine.waiting import interruptible_wait
 from lightning_dp.errors import ConfigError, UnevenShardError
 
 log = logging.getLogger(__name__)
 
 
-def open_group(timeout: timedelta | None) -> ReplicaGroup:
+def open_group(timeout: timedelta | None, waiting: Waiting) -> ReplicaGroup:
     """Make a gloo group over all ranks.
 
     Of its own, so that what is said here is never paired with a user's collective or a bucket, and on
@@ -31,7 +32,8 @@ def open_group(timeout: timedelta | None) -> ReplicaGroup:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return ReplicaGroup(None, 0, 1, cpu)
     group = dist.new_group(backend="gloo", timeout=timeout)
-    return ReplicaGroup(group, dist.get_rank(), dist.get_world_size(), cpu)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return ReplicaGroup(group, rank, world_size, cpu, control_group=group, waiting=waiting)
 
 
 def gather_integers(group: ReplicaGroup, value: int) -> list[int]:
@@ -42,7 +44,9 @@ def gather_integers(group: ReplicaGroup, value: int) -> list[int]:
     if group.world_size == 1:
         return [value]
     values = [torch.zeros(1, dtype=torch.int64) for _ in range(group.world_size)]
-    dist.all_gather(values, torch.tensor([value], dtype=torch.int64), group=group.process_group)
+    mine = torch.tensor([value], dtype=torch.int64)
+    with group.waiting("what ranks know of their data"):
+        interruptible_wait(dist.all_gather(values, mine, group=group.process_group, async_op=True))
     return [int(each) for each in values]
 
 

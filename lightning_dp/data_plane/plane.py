@@ -20,6 +20,7 @@ from lightning_dp.data_plane.evaluation import EvaluationData, stage_of
 from lightning_dp.data_plane.exchange import OrderAgreement, agree_on_seed, open_group
 from lightning_dp.data_plane.resume import Resume
 from lightning_dp.data_plane.training import TrainingData
+from lightning_dp.engine.group import Waiting
 from lightning_dp.internals import loaders as loader_seams
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.options import DataOptions
@@ -34,11 +35,13 @@ class DataPlane:
     Args:
         options: Checked options.
         timeout: For the small exchanges between ranks.
+        waiting: Registers a wait for other ranks.
     """
 
-    def __init__(self, options: DataOptions, timeout: timedelta | None = None) -> None:
+    def __init__(self, options: DataOptions, timeout: timedelta | None, waiting: Waiting) -> None:
         self.options = options
         self._timeout = timeout
+        self._waiting = waiting
         self._trainer: pl.Trainer | None = None
         self._give_back: Callable[[], None] | None = None
         self._hands_off = False
@@ -80,7 +83,7 @@ class DataPlane:
 
     def _open(self) -> Ranks:
         if self._ranks is None:
-            group = open_group(self._timeout)
+            group = open_group(self._timeout, self._waiting)
             seed = agree_on_seed(group, self._seed())
             options = self.options
             self._ranks = Ranks(

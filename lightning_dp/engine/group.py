@@ -96,9 +96,8 @@ class ReplicaGroup:
         for ever or until it crashes, for threads that only exist in this process.
         """
         if self.reduces and dist.is_initialized():
-            for group in (self.process_group, self.control_group):
-                if group is not None:
-                    dist.destroy_process_group(group)
+            for group in {self.process_group, self.control_group} - {None}:
+                dist.destroy_process_group(group)
         object.__setattr__(self, "process_group", None)
         object.__setattr__(self, "control_group", None)
 

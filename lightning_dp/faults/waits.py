@@ -7,8 +7,8 @@ begun what the other has left behind, so it is never mistaken for one. And if bo
 the sequence, but in collectives of different kinds, keys or shapes, neither will get what it waits for.
 
 [Note: who is in what] Two collectives that do not belong together may also complete, with one key's value
-in the place of another's. So ranks compare what they enter before they enter it: the first to come writes its
-name under the number, the others compare theirs. That is one round trip to the store; after the first
+in the place of another's. So ranks compare what they enter before they enter it: the first to come writes
+its name under the number, the others compare theirs. That is one round trip to the store; after the first
 thousand, where a program repeats itself, the names of sixteen are compared at once.
 """
 

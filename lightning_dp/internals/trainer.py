@@ -5,8 +5,9 @@ A Lightning upgrade is a read of this file. Each function has a test, also for t
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -23,13 +24,32 @@ def is_unwinding(trainer: pl.Trainer | None) -> bool:
     """Whether the trainer is on its way out with an exception, perhaps on this rank only.
 
     Anything collective would then wait for ranks that may never come. ``TrainerStatus.INTERRUPTED`` is
-    set first; where it is missing, an exception being handled says the same.
+    set first; where it is missing, an exception being handled says the same, unless the trainer was called
+    while it was handled already (:func:`called_from_here`).
     """
     status = getattr(getattr(trainer, "state", None), "status", None)
     if status is not None and str(getattr(status, "value", status)) == "interrupted":
         return True
     error = sys.exc_info()[1]
-    return error is not None and not isinstance(error, (StopIteration, KeyError, AttributeError))
+    if error is None or error is _handled_before.get(id(trainer)):
+        return False
+    return not isinstance(error, (StopIteration, KeyError, AttributeError))
+
+
+_handled_before: dict[int, BaseException | None] = {}
+
+
+@contextlib.contextmanager
+def called_from_here(trainer: pl.Trainer) -> Iterator[None]:
+    """Around a call of the trainer, which may stand in an ``except`` block: that error is not its own."""
+    before = _handled_before.get(id(trainer))
+    _handled_before[id(trainer)] = sys.exc_info()[1]
+    try:
+        yield
+    finally:
+        _handled_before[id(trainer)] = before
+        if before is None:
+            del _handled_before[id(trainer)]
 
 
 def averages_weights(trainer: pl.Trainer) -> bool:

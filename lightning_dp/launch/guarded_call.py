@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_dp.faults.failure_guard import FailureGuard
 from lightning_dp.faults.preemption import StopRequest, signal_numbers
 from lightning_dp.internals import runs as run_seams
+from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.launch import job as jobs
 from lightning_dp.launch import torchrun
 from lightning_dp.launch.stopping import Stopper
@@ -102,7 +103,8 @@ class GuardedCall:
         if self.options.on_preempt != "ignore":
             stopper.install()
         try:
-            yield
+            with trainer_seams.called_from_here(trainer):
+                yield
         except BaseException as error:
             if stopper.is_agreed(error):
                 stopper.conclude(error)

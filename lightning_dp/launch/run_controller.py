@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_dp.engine.group import Waiting
 from lightning_dp.engine.reduction.failure import Supervision
-from lightning_dp.faults.store import with_prefix
+from lightning_dp.faults.store import Store, empty_store, with_prefix
 from lightning_dp.internals import hydra as hydra_seams
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.launch.environment import (
@@ -52,6 +53,11 @@ class RunController:
         return self._guard.failing
 
     @property
+    def waiting(self) -> Waiting:
+        """Names a collective of all ranks, while this rank waits in it. See :meth:`Waits.waiting`."""
+        return self._guard.waits.waiting
+
+    @property
     def only_launches(self) -> bool:
         """Whether this process started the ranks of a failed run and is none itself."""
         return self._call.only_launches
@@ -86,6 +92,8 @@ class RunController:
             check_group(place, dist.get_world_size())
         if strategy.world_size > 1:
             self._join(strategy, (environment.main_address, environment.main_port))
+        elif not dist.is_initialized():
+            self._make_group(strategy, empty_store(), 0, 1)  # needs no port
         default()
 
     def _join(self, strategy: DDPStrategy, address: tuple[str, int]) -> None:
@@ -107,21 +115,23 @@ class RunController:
         compare_members(met.members, job.rank)
         self._guard.sockets.spared_port = hosted.port
         if not dist.is_initialized():
-            self._make_group(strategy, met)
+            store = with_prefix("group", met.store)
+            with self._guard.sockets.recording():
+                self._make_group(strategy, store, met.rank, met.world_size)
         self._watch(job, met, outlives_ranks=hosted.outlives_ranks)
 
-    def _make_group(self, strategy: DDPStrategy, met: Rendezvous) -> None:
+    @staticmethod
+    def _make_group(strategy: DDPStrategy, store: Store, rank: int, world_size: int) -> None:
         """The default process group. Collective: every rank. Blocks."""
         device: torch.device = strategy.root_device
-        with self._guard.sockets.recording():
-            dist.init_process_group(
-                run_seams.process_group_backend(strategy),
-                store=with_prefix("group", met.store),  # type: ignore[arg-type]
-                rank=met.rank,
-                world_size=met.world_size,
-                timeout=run_seams.timeout_of(strategy),
-                device_id=device if device.type != "cpu" else None,
-            )
+        dist.init_process_group(
+            run_seams.process_group_backend(strategy),
+            store=store,  # type: ignore[arg-type]
+            rank=rank,
+            world_size=world_size,
+            timeout=run_seams.timeout_of(strategy),
+            device_id=device if device.type != "cpu" else None,
+        )
 
     def _watch(self, job: Job, met: Rendezvous, *, outlives_ranks: bool) -> None:
         parent = os.environ.get(PARENT_VARIABLE)
@@ -152,7 +162,7 @@ class RunController:
             return alone
         if not what:
             return call()
-        with self._guard.waits.waiting(what):
+        with self.waiting(what):
             return call()
 
     def barrier(self, name: str, plain: Callable[[], None]) -> None:
@@ -163,7 +173,7 @@ class RunController:
     def supervision(self) -> Supervision:
         """What the engine says to this class."""
         guard, stop = self._guard, self._call.stop
-        return Supervision(guard.publish, guard.waits.waiting, lambda: stop.local_stop, stop.agree)
+        return Supervision(guard.publish, self.waiting, lambda: stop.local_stop, stop.agree)
 
     def evaluation_starts(self) -> None:
         """A validation, test or prediction begins. Collective: none."""

@@ -40,14 +40,6 @@ def _ignore(*_: object) -> None:
     pass
 
 
-def _no() -> bool:
-    return False
-
-
-def _unwatched(_: str) -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 @dataclass(frozen=True)
 class Supervision:
     """What the engine says to whoever watches over the ranks; by default nobody does.
@@ -60,8 +52,8 @@ class Supervision:
     """
 
     failed: Callable[[BaseException], None] = _ignore
-    waiting: Callable[[str], AbstractContextManager[None]] = _unwatched
-    asked_to_stop: Callable[[], bool] = _no
+    waiting: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
+    asked_to_stop: Callable[[], bool] = bool
     stopped: Callable[[], None] = _ignore
 
 

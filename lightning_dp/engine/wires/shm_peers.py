@@ -26,7 +26,7 @@ from torch import Tensor
 
 MEET_S = 10.0
 _NEWS = struct.Struct("<QQ")  # slices written, slices read
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
 _peers: weakref.WeakSet[Peer] = weakref.WeakSet()
 
 

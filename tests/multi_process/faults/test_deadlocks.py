@@ -1,4 +1,4 @@
-"""What only some ranks call is an error on all of them within seconds: by kind, key or shape, with the line."""
+"""What only some ranks call is an error on all of them within seconds: by kind, key or shape."""
 
 import time
 
