@@ -22,9 +22,9 @@ from lightning_dp.data_plane.plane import DataPlane
 from lightning_dp.engine.control import WindowTotals
 from lightning_dp.engine.reduction.timing import ReductionTimes
 from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
-from lightning_dp.internals import loops as loop_seams
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.internals.stacks import logged_name
 from lightning_dp.launch.run_controller import RunController
 from lightning_dp.measure.stats import StepStats, step_stats
 from lightning_dp.options import Options, refuse_unknown, takes
@@ -169,7 +169,7 @@ class LeanDDPStrategy(DDPStrategy):
         # A user's group leaves ranks out, whose collectives are then numbered differently.
         what = ""
         if group is None and isinstance(tensor, Tensor):
-            name = loop_seams.logged_name()
+            name = logged_name()
             what = f"reduce of {name!r} " if name else "reduce "
             what += f"{tuple(tensor.shape)} {tensor.dtype}"
         return self._controller.while_waiting(what, call, tensor)

@@ -17,18 +17,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations
-from types import FrameType
 from typing import Any
 
 from lightning_dp.errors import some_names
 from lightning_dp.faults.channel import FailureChannel
 from lightning_dp.faults.record import FailureRecord
+from lightning_dp.internals.stacks import user_line
 
 GRADIENTS, COLLECTIVES = "gradients", "collectives"
 ADVICE = (
@@ -37,11 +35,6 @@ ADVICE = (
     "call it on every rank, not inside 'if rank == 0'; log the same keys in the same order on all of them"
 )
 COMPARE_ALL, COMPARE_EVERY = 1000, 16
-_NOT_THE_USERS = {
-    *sys.stdlib_module_names,
-    *("lightning", "lightning_dp", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
-    *("torch", "torchmetrics"),
-}
 
 
 @dataclasses.dataclass
@@ -147,7 +140,7 @@ class Waits:
 
     def _compare(self, channel: FailureChannel, what: str) -> None:
         number = self._begun
-        self._unchecked.append((what, user_line(sys._getframe())))
+        self._unchecked.append((what, user_line()))
         if number > COMPARE_ALL and number % COMPARE_EVERY:
             return
         mine, self._unchecked = self._unchecked, []
@@ -180,7 +173,7 @@ class Waits:
         """This rank's report for the others, as JSON."""
         wait = self.look()
         begun = {COLLECTIVES: self._begun, GRADIENTS: self._engine().begun}
-        line = user_line(sys._current_frames().get(self._thread_id))
+        line = user_line(self._thread_id)
         place = {"where": self._where(), "line": line, "begun": begun}
         if wait is None:
             return {"what": "", **place}
@@ -189,17 +182,6 @@ class Waits:
 
 def _no_engine() -> EngineWait:
     return EngineWait(0)
-
-
-def user_line(frame: FrameType | None) -> str:
-    """The innermost line of the user's program in a stack: "train.py:31 in validation_step"; or empty."""
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in _NOT_THE_USERS:
-            code = frame.f_code
-            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-        frame = frame.f_back
-    return ""
 
 
 def describe_stall(rank: int, wait: Wait, reports: Mapping[int, Mapping[str, Any]]) -> str:

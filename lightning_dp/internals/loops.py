@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -82,22 +80,6 @@ def evaluation_is_at_its_end(trainer: pl.Trainer) -> bool:
     else:
         loop = trainer.test_loop if trainer.testing else trainer.validate_loop
     return bool(getattr(getattr(loop, "batch_progress", None), "is_last_batch", True))
-
-
-def logged_name() -> str:
-    """The key that ``self.log(..., sync_dist=True)`` is reducing now; empty outside of one.
-
-    Lightning hands the strategy a value without its name, so this looks up the stack for the object that
-    holds both. Without it reductions have no names in reports.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in ("compute", "update"):
-            meta = getattr(frame.f_locals.get("self"), "meta", None)
-            if isinstance(name := getattr(meta, "name", None), str):
-                return name
-        frame = frame.f_back
-    return ""
 
 
 def validation_progress(trainer: pl.Trainer) -> dict[str, Any] | None:
