@@ -6,6 +6,9 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
 
 import pytest
 import torch
@@ -42,10 +45,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("hosts") and (reason := hosts.missing()):
             _NOT_RUN.append(f"{item.nodeid} ({reason})")
             item.add_marker(pytest.mark.skip(reason=f"not run: {reason}"))
+        if (mark := item.get_closest_marker("library")) and not _imports(mark.args[0]):
+            reason = f"{mark.args[0]} is not installed"
+            _NOT_RUN.append(f"{item.nodeid} ({reason})")
+            item.add_marker(pytest.mark.skip(reason=f"not run: {reason}"))
         if need > found:
             reason = f"needs {need} GPU(s), found {found}"
             _NOT_RUN.append(f"{item.nodeid} ({reason})")
             item.add_marker(pytest.mark.skip(reason=f"not run: {reason}"))
+
+
+@cache
+def _imports(name: str) -> bool:
+    with suppress(ImportError):
+        return bool(import_module(name))
+    return False
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

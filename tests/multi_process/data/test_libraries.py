@@ -1,0 +1,123 @@
+"""Loaders of libraries that keep a state of their own: stopped in mid-epoch, each sample comes once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.support.sampling import HookLearner, Numbers, SaveAt, fit
+from tests.support.trainers import free_port
+
+pytestmark = pytest.mark.multi_process
+
+N, SIZE, RANKS, EPOCHS = 24, 2, 2, 2
+STEPS = N // (SIZE * RANKS)
+
+
+def _run(rank, world_size, port, make, paths, folder):
+    """Train without a break and save after each step; or go on from each of ``paths``."""
+    runs = []
+    for path in paths:
+        module = HookLearner({"train": make})
+        callbacks = [SaveAt(folder, "on_train_batch_end")] if path is None else []
+        fit(rank, world_size, port, module, path, callbacks=callbacks, max_epochs=EPOCHS)
+        runs.append([(epoch, ids) for epoch, _, ids, _ in module.seen])
+    return runs
+
+
+def runs(make, paths, folder):
+    """By run, by rank: the batches seen, each with its epoch."""
+    ranks = run_ranks(
+        _run, RANKS, free_port(), make, paths, folder, init_process_group=False, timeout_s=240
+    )
+    return list(zip(*ranks, strict=True))
+
+
+def check(make, folder):
+    """Each sample of each epoch once, straight and after a stop at any step; the same batches."""
+    (straight,) = runs(make, [None], folder)
+    for epoch in range(EPOCHS):
+        seen = Counter(i for rank in straight for e, ids in rank if e == epoch for i in ids)
+        assert seen == dict.fromkeys(range(N), 1), "the control: the library shares what there is"
+    # Once after each step of the first epoch, and within the second.
+    stops = [*range(1, STEPS), STEPS, STEPS + 1]
+    paths = [str(folder / f"{done - 1:03d}.ckpt") for done in stops]
+    for done, resumed in zip(stops, runs(make, paths, folder), strict=True):
+        for again, whole in zip(resumed, straight, strict=True):
+            in_epoch = [ids for epoch, ids in again if epoch == done // STEPS]
+            assert in_epoch == [ids for e, ids in whole[done:] if e == done // STEPS] or (
+                done % STEPS == 0 and len(in_epoch) == STEPS
+            ), f"after step {done}"
+        for epoch in range(done // STEPS, EPOCHS):
+            before = [ids for rank in straight for e, ids in rank[:done] if e == epoch]
+            after = [ids for rank in resumed for e, ids in rank if e == epoch]
+            seen = Counter(i for ids in before + after for i in ids)
+            assert seen == dict.fromkeys(range(N), 1), f"after step {done}, epoch {epoch}"
+
+
+def _sample(index):
+    return {key: value for key, value in Numbers(N)[index].items() if key != "i"} | {"i": index}
+
+
+def _optimize(folder):
+    import litdata
+
+    litdata.optimize(
+        fn=_sample, inputs=list(range(N)), output_dir=str(folder), num_workers=1, chunk_size=4
+    )
+
+
+@pytest.mark.library("litdata")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_litdata(workers, tmp_path, monkeypatch):
+    import litdata
+
+    _optimize(tmp_path / "data")
+
+    def make():
+        data = litdata.StreamingDataset(str(tmp_path / "data"), shuffle=True, drop_last=True)
+        return litdata.StreamingDataLoader(data, batch_size=SIZE, num_workers=workers)
+
+    check(make, tmp_path / "ckpt")
+
+
+@pytest.mark.library("torchdata.stateful_dataloader")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdata(workers, tmp_path):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make():
+        return StatefulDataLoader(Numbers(N), batch_size=SIZE, shuffle=True, num_workers=workers)
+
+    check(make, tmp_path)
+
+
+class _Part(torch.utils.data.IterableDataset):
+    """This rank's part, with a position: what torchdata asks a dataset for."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        rank = torch.distributed.get_rank()
+        mine = range(rank, N, RANKS)
+        while self.at < len(mine):
+            self.at += 1
+            yield Numbers(N)[mine[self.at - 1]]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.library("torchdata.stateful_dataloader")
+def test_torchdata_with_data_that_only_yields(tmp_path):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    check(lambda: StatefulDataLoader(_Part(), batch_size=SIZE), tmp_path)
