@@ -122,8 +122,8 @@ def test_an_error_of_one_rank_is_an_error_of_all(failing, place, tmp_path):
             assert told["seen"] == ["RankFailedError"]
 
 
-def _note(rank, world_size, root, *args):
-    told = fit(rank, world_size, *args)
+def _note(rank, world_size, port, root, *args):
+    told = fit(rank, world_size, port, *args)
     (root / f"rank{rank}").write_text(f"{type(told['error']).__name__} {told['error'].rank}")
 
 

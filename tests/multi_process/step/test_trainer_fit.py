@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -110,7 +112,8 @@ def _no_sync_control(rank, world_size, port):
 
         def setup(self, trainer):
             super().setup(trainer)
-            self._engine.window.reduces = False
+            self.silence = self._engine.window.closed()
+            self.silence.__enter__()
 
         def on_train_batch_start(self, batch, batch_idx):
             pass
@@ -348,7 +351,7 @@ def test_an_error_in_one_ranks_backward_reaches_all_ranks_by_name():
     first, second = ranks(_gradient_error, 2, expect_failure=True, timeout_s=30)
     assert "boom in backward of rank 1" in second
     assert "RankFailedError" in first
-    assert "rank 1 failed" in first
+    assert re.search(r"rank 1\b.* failed", first)
     assert "boom in backward of rank 1" in first
 
 
