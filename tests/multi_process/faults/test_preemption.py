@@ -26,8 +26,9 @@ pytestmark = pytest.mark.multi_process
 class Slow(ValHookLearner):
     """Its batches take a while; asks its own process to stop at a certain batch."""
 
-    def __init__(self, loaders, step_s, stop_at=None):
+    def __init__(self, loaders, step_s, stop_at=None, number=signal.SIGTERM):
         super().__init__(loaders)
+        self.number = number
         self.step_s = step_s
         self.stop_at = stop_at
         self.counts = {"train": 0, "val": 0}
@@ -36,7 +37,7 @@ class Slow(ValHookLearner):
         time.sleep(self.step_s)
         self.counts[stage] += 1
         if self.stop_at == (stage, self.counts[stage]):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.number)
 
     def training_step(self, batch, batch_idx):
         self.pass_batch("train")
@@ -257,16 +258,17 @@ def _on_slurm(rank, world_size, port, root):
         SLURM_NODELIST="127.0.0.1",
         PATH=f"{root}:{os.environ['PATH']}",
     )
-    module = Slow({"train": lambda: DataLoader(Numbers(48), batch_size=2)}, 0.02)
+    module = Slow(
+        {"train": lambda: DataLoader(Numbers(48), batch_size=2)},
+        0.02,
+        ("train", 10) if rank == 1 else None,
+        signal.SIGUSR1,
+    )
     module.val_dataloader = None
     strategy = LeanDDPStrategy(cluster_environment=SLURMEnvironment())
     made = trainer(
         world_size, port, strategy=strategy, root=root, max_epochs=3, limit_val_batches=0
     )
-    if rank == 1:
-        timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGUSR1))
-        timer.daemon = True
-        timer.start()
     with pytest.raises(SystemExit) as stopped:
         made.fit(module)
     return stopped.value.code, made.global_step
