@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.data.draw import seed_everywhere
@@ -82,18 +83,24 @@ class DataPlane:
         self._training, self._give_back = training, None
 
     def _open(self) -> Ranks:
-        if self._ranks is None:
-            group = open_group(self._timeout, self._waiting)
-            seed = agree_on_seed(group, self._seed())
-            options = self.options
-            self._ranks = Ranks(
-                group=group,
-                shard=Shard(group.rank, group.world_size, seed),
-                options=options,
-                agree=OrderAgreement(group, strict=options.strict_data),
-                hands_off=self._hands_off,
-            )
-        return self._ranks
+        if self._ranks is not None:
+            return self._ranks
+        assert self._trainer is not None
+        options = self.options
+        group = open_group(self._timeout, self._waiting)
+        seed = agree_on_seed(group, self._seed())
+        # Before the ranks exist somebody may ask how many steps there will be.
+        exist = dist.is_initialized()
+        world_size = group.world_size if exist else self._trainer.world_size
+        ranks = Ranks(
+            group=group,
+            shard=Shard(group.rank, world_size, seed),
+            options=options,
+            agree=OrderAgreement(group, strict=options.strict_data),
+            hands_off=self._hands_off,
+        )
+        self._ranks = ranks if exist or world_size == 1 else None
+        return ranks
 
     def _seed(self) -> int | None:
         given = os.environ.get("PL_GLOBAL_SEED")  # what seed_everything leaves, also for ddp
