@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#B279A2", "#E45756", "#72B7B2", "#EECA3B", "#9D755D")
 GREY = "#DDDDDD"
 GAP = 0.6
+AGAIN = "hatched: a sample that comes again, to fill up the last step"
 MOST_SAMPLES = 300
 
 
@@ -32,11 +33,13 @@ class Stage(NamedTuple):
         title: Its heading.
         batches: For each rank its batches, each a list of sample numbers.
         first: The number of the first batch.
+        seen: Samples of the epoch that came before this part.
     """
 
     title: str
     batches: list[list[list[int]]]
     first: int = 0
+    seen: frozenset[int] = frozenset()
 
     def counts(self) -> Counter[int]:
         """How often each sample comes."""
@@ -83,15 +86,17 @@ def plan(args: argparse.Namespace) -> list[Stage]:
     evaluation = [EvalBatches(LoaderParts.of(plain), shard) for shard in shards]
     rest = "nothing is left of the epoch" if over else "the rest of the same order"
     then = f"{args.then_ranks} rank(s)"
+    first = Stage(
+        f"epoch {args.epoch} on {args.ranks} rank(s), stopped after {args.stop_after} step(s)",
+        [list(each.local_batches(args.stop_after)) for each in before],
+    )
     return [
-        Stage(
-            f"epoch {args.epoch} on {args.ranks} rank(s), stopped after {args.stop_after} step(s)",
-            [list(each.local_batches(args.stop_after)) for each in before],
-        ),
+        first,
         Stage(
             f"resumed on {then}: {rest}",
             [[] if over else list(each) for each in after],
             after[0].first_batch,
+            frozenset(first.counts()),
         ),
         Stage(
             f"evaluation on {then}: each sample once, equal steps",
@@ -103,6 +108,7 @@ def plan(args: argparse.Namespace) -> list[Stage]:
 def draw(stages: Sequence[Stage], samples: int, path: Path) -> None:
     """Write the picture as PNG."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     widest = max(samples, *(_width(stage) for stage in stages))
     heights = [len(stage.batches) + 1.2 for stage in stages] + [2.6]
@@ -114,7 +120,15 @@ def draw(stages: Sequence[Stage], samples: int, path: Path) -> None:
     _draw_counts(axes[-1], stages[:2], samples)
     for axis in axes:
         axis.set_xlim(-0.6, widest)
+    if any(repeated(stage) for stage in stages):
+        patch = Patch(facecolor="white", edgecolor="black", hatch="////", linewidth=0)
+        figure.legend([patch], [AGAIN], loc="outside lower left", fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
+
+
+def repeated(stage: Stage) -> list[int]:
+    """The samples of a stage that came before, in it or in an earlier part of the epoch."""
+    return sorted(i for i, times in stage.counts().items() if times > 1 or i in stage.seen)
 
 
 def _width(stage: Stage) -> float:
@@ -131,15 +145,17 @@ def _steps(stage: Stage) -> list[list[list[int]]]:
 def _draw_stage(axis: Any, stage: Stage) -> None:
     """One row a rank, one block a step, one square a sample."""
     axis.set_title(stage.title, loc="left", fontsize=10)
-    left = 0.0
+    left, seen = 0.0, set(stage.seen)
     for number, step in enumerate(_steps(stage), start=stage.first):
         width = max(map(len, step), default=0)
         axis.text(
             left + (width - 1) / 2, -0.75, f"step {number}", ha="center", va="center", fontsize=7
         )
         for rank, batch in enumerate(step):
-            for place, sample in enumerate(batch):
-                _square(axis, left + place, rank, COLOURS[rank % len(COLOURS)], str(sample))
+            for at, sample in enumerate(batch):
+                colour = COLOURS[rank % len(COLOURS)]
+                _square(axis, left + at, rank, colour, str(sample), again=sample in seen)
+                seen.add(sample)
         left += width + GAP
     ranks = len(stage.batches)
     axis.set_ylim(ranks - 0.4, -1.1)
@@ -168,11 +184,21 @@ def _draw_counts(axis: Any, stages: Sequence[Stage], samples: int) -> None:
     _plain(axis)
 
 
-def _square(axis: Any, left: float, row: float, colour: str, text: str) -> None:
+def _square(
+    axis: Any, left: float, row: float, colour: str, text: str, *, again: bool = False
+) -> None:
+    """A sample; hatched where it comes ``again``, to fill up a step."""
     from matplotlib.patches import Rectangle
 
-    axis.add_patch(Rectangle((left - 0.45, row - 0.4), 0.9, 0.8, color=colour, linewidth=0))
-    axis.text(left, row, text, ha="center", va="center", fontsize=7, color="white")
+    style = (
+        {"facecolor": "white", "edgecolor": colour, "hatch": "////"} if again else {"color": colour}
+    )
+    axis.add_patch(Rectangle((left - 0.45, row - 0.4), 0.9, 0.8, linewidth=0, **style))
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5} if again else None
+    axis.text(
+        left, row, text, ha="center", va="center", fontsize=7,
+        color="black" if again else "white", bbox=box,
+    )  # fmt: skip
 
 
 def _plain(axis: Any) -> None:

@@ -140,9 +140,13 @@ def gather_rows(rows: Tensor, indices: Sequence[Any], group: ReplicaGroup) -> Te
     Collective: every rank. Blocks.
     """
     plain = all(isinstance(index, int) for index in indices)
-    told = group.all_gather_object((list(indices) if plain else [], len(rows)))
-    gathered = _gather_padded(rows, [count for _, count in told], group)
-    known = [index for own, _ in told for index in own]
+    sent = group.all_gather_object(list(indices) if plain else [])
+    known = [index for own in sent for index in own]
+    # The small group is of the CPU; anything else travels as the user's own all_gather would.
+    padded, shapes = pad_to_largest(rows, group)
+    members = group.process_group if _on_host(rows) else None
+    parts = all_gather(padded, members, sync_grads=False) if group.world_size > 1 else [padded]
+    gathered = torch.cat([part[: shape[0]] for part, shape in zip(parts, shapes, strict=True)])
     if len(known) != len(gathered):
         return gathered
     order = torch.tensor(known, dtype=torch.int64)
@@ -150,18 +154,6 @@ def gather_rows(rows: Tensor, indices: Sequence[Any], group: ReplicaGroup) -> Te
     first = torch.ones(len(order), dtype=torch.bool)
     first[1:] = order[1:] != order[:-1]  # a repeated sample counts once
     return gathered[places[first].to(gathered.device)]
-
-
-def _gather_padded(rows: Tensor, counts: list[int], group: ReplicaGroup) -> Tensor:
-    if group.world_size == 1:
-        return rows
-    most = max(counts)
-    padded = functional.pad(rows, [0, 0] * (rows.dim() - 1) + [0, most - len(rows)]).contiguous()
-    parts = [torch.empty_like(padded) for _ in counts]
-    # The small group is of the CPU; anything else travels as the user's own all_gather would.
-    process_group = group.process_group if rows.device.type == "cpu" else None
-    dist.all_gather(parts, padded, group=process_group)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def merge_batches(
@@ -180,10 +172,10 @@ def merge_batches(
 
     Collective: every rank. Blocks.
     """
-    told = group.all_gather_object((predictions, indices))
-    if any(known is None for _, known in told):
-        return [batch for batches, _ in told for batch in batches]
-    pairs = [pair for batches, known in told for pair in zip(known, batches, strict=True)]
+    sent = group.all_gather_object((predictions, indices))
+    if any(known is None for _, known in sent):
+        return [batch for batches, _ in sent for batch in batches]
+    pairs = [pair for batches, known in sent for pair in zip(known, batches, strict=True)]
     samples: list[tuple[Any, Any]] = []
     for known, batch in pairs:
         apart = split_samples(batch, len(known))

@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from lightning_dp.app import cli
-from lightning_dp.app.data_picture import main
+from lightning_dp.app.data_picture import AGAIN, main, parser, plan, repeated
 
 
 def size_of(png):
@@ -44,6 +44,25 @@ def test_what_cannot_be_drawn_is_an_error(arguments, tmp_path, capsys):
         main([*arguments, "--out", str(tmp_path / "data.png")])
     assert caught.value.code == 2
     assert not (tmp_path / "data.png").exists()
+
+
+@pytest.mark.parametrize(("samples", "again"), [(22, True), (24, False)])
+def test_samples_that_fill_up_the_last_step_are_drawn_as_such(
+    samples, again, tmp_path, monkeypatch
+):
+    """The legend names them, and as many squares are hatched as samples come again."""
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    main(["--samples", str(samples), "--stop-after", "3", "--out", str(tmp_path / "data.png")])
+    (figure,) = drawn
+    stages = plan(parser().parse_args(["--samples", str(samples), "--stop-after", "3"]))
+    hatched = [patch for axis in figure.axes for patch in axis.patches if patch.get_hatch()]
+    assert len(hatched) == sum(len(repeated(stage)) for stage in stages)
+    assert bool(hatched) is again
+    said = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert said == ([AGAIN] if again else [])
 
 
 def test_it_is_a_command(tmp_path, capsys):

@@ -8,6 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp.errors import ConfigError, UnevenShardError
@@ -178,6 +179,45 @@ def test_ragged_rows_come_back_exactly_and_in_order():
 def test_padded_evaluation_still_gathers_each_sample_once():
     for results in ranks(_gathers, 2, [(5, 2, False, 1.0)], {"eval_padding": "pad"}):
         assert results[0][1] == [10.0 * i for i in range(5)]
+
+
+class Running(Learner):
+    """Shows a metric's running value over ranks in each step."""
+
+    def __init__(self, computes=False):
+        super().__init__()
+        self.metric, self.computes = MeanMetric(dist_sync_on_step=True), computes
+
+    def validation_step(self, batch, batch_idx):
+        self.evaluated.append(float(self.metric(batch["i"].double())))
+        if self.computes:
+            self.metric.compute()
+
+    def on_validation_epoch_end(self):
+        self.log("mean", self.metric.compute())
+        self.metric.reset()
+
+
+def _running(rank, world_size, port, n, computes):
+    module = Running(computes)
+    t = trainer(world_size, port, lean())
+    (metrics,) = t.validate(module, loader(n, 1), verbose=False)
+    return module.evaluated, metrics["mean"], module.metric.dist_sync_on_step
+
+
+def test_a_metric_that_synchronises_in_each_step_of_uneven_numbers_waits_for_the_epochs_end():
+    results = ranks(_running, 2, 5, False, timeout_s=30)
+    assert [seen for seen, *_ in results] == [[0.0, 2.0, 4.0], [1.0, 3.0]]
+    assert [rest for _, *rest in results] == [[2.0, True]] * 2
+    even = ranks(_running, 2, 4, False)
+    assert [seen for seen, *_ in even] == [[0.5, 2.5]] * 2, "the control: over ranks"
+
+    def refused(rank, world_size, port):
+        with pytest.raises(UnevenShardError, match=r"torch\.distributed\."):
+            _running(rank, world_size, port, 5, True)
+        return True
+
+    assert all(ranks(refused, 2, timeout_s=30)), "a user's own call to compute() in the step"
 
 
 class Chatty(Learner):

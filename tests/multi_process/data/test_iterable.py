@@ -74,6 +74,43 @@ def test_the_same_data_on_all_ranks_is_said_once():
     assert any("same data" in m for m in plain[0][1]), "batches that come from no DataLoader too"
 
 
+class Graph:
+    """Holds its tensors in a dictionary of its own."""
+
+    def __init__(self, sample):
+        self.store = sample
+
+
+class Packs(Learner):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch.store, batch_idx)
+
+
+@pytest.mark.parametrize("kind", ["graph", "unknown"])
+def test_objects_that_hold_other_data_are_not_the_same_data(kind):
+    """``iterable="error"`` is about data that is the same; what cannot be compared is not said to be."""
+
+    def pack(sample):
+        packed = Graph({key: value.unsqueeze(0) for key, value in sample.items()})
+        if kind == "unknown":
+            packed.generator = (i for i in ())  # nothing can copy or compare it
+        return packed
+
+    def fitted(rank, world_size, port, start, step):
+        data = Stream(8, start * rank, step)
+        loader = DataLoader(data, batch_size=None, collate_fn=pack)
+        fit(rank, world_size, port, Packs(), loader=loader, options={"iterable": "error"})
+        return True
+
+    assert all(ranks(fitted, 2, 1, 2))
+    if kind == "unknown":
+        assert all(ranks(fitted, 2, 0, 1))
+    else:
+        assert all(
+            "same first batch" in text for text in ranks(fitted, 2, 0, 1, expect_failure=True)
+        )
+
+
 def test_the_same_data_can_be_an_error():
     def refused(rank, world_size, port):
         with pytest.raises(ConfigError, match="same first batch"):

@@ -12,6 +12,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     Sampler,
+    Subset,
     WeightedRandomSampler,
 )
 
@@ -489,3 +490,25 @@ def test_samplers_without_a_length(kind, limits, steps, tmp_path):
         again = ranks(_unsized, 2, kind, str(tmp_path / f"{done - 1:03d}.ckpt"), tmp_path, limits)
         for seen, whole in zip(again, straight, strict=True):
             assert [s[2] for s in seen] == [s[2] for s in whole[done:]], f"after step {done}"
+
+
+def _splits(rank, world_size, port, seed, flag):
+    rows = Numbers(16)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(seed + rank * (not flag)))
+    module = Learner()
+    data = DataLoader(Subset(rows, order[:12].tolist()), batch_size=2)
+    fit(rank, world_size, port, module, loader=data)
+    return module.seen
+
+
+def test_a_split_that_differs_between_ranks_is_found():
+    """Of the same length on each rank: once rows were trained that another rank validated."""
+
+    def refused(rank, world_size, port):
+        with pytest.raises(ConfigError, match=r"Subset.*differs between ranks.*rank\(s\) \[1\]"):
+            _splits(rank, world_size, port, 3, False)
+        return True
+
+    assert all(run_ranks(refused, 2, free_port(), init_process_group=False))
+    seen = run_ranks(_splits, 2, free_port(), 3, True, init_process_group=False)
+    assert len(counts_of(seen, 0)) == 12, "the control: split alike"
