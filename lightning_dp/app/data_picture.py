@@ -190,10 +190,17 @@ def _square(
     """A sample; hatched where it comes ``again``, to fill up a step."""
     from matplotlib.patches import Rectangle
 
-    style = (
-        {"facecolor": "white", "edgecolor": colour, "hatch": "////"} if again else {"color": colour}
+    style: dict[str, Any] = {"facecolor": "white" if again else colour, "edgecolor": colour}
+    axis.add_patch(
+        Rectangle(
+            (left - 0.45, row - 0.4),
+            0.9,
+            0.8,
+            linewidth=0,
+            hatch="////" if again else None,
+            **style,
+        )
     )
-    axis.add_patch(Rectangle((left - 0.45, row - 0.4), 0.9, 0.8, linewidth=0, **style))
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5} if again else None
     axis.text(
         left, row, text, ha="center", va="center", fontsize=7,

@@ -62,7 +62,7 @@ def _sample(index):
     return {key: value for key, value in Numbers(N)[index].items() if key != "i"} | {"i": index}
 
 
-def _optimize(folder):
+def _optimize(rank, world_size, folder):  # in a process of its own: the library leaves threads
     import litdata
 
     litdata.optimize(
@@ -72,10 +72,10 @@ def _optimize(folder):
 
 @pytest.mark.library("litdata")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_litdata(workers, tmp_path, monkeypatch):
+def test_litdata(workers, tmp_path):
     import litdata
 
-    _optimize(tmp_path / "data")
+    run_ranks(_optimize, 1, tmp_path / "data", init_process_group=False)
 
     def make():
         data = litdata.StreamingDataset(str(tmp_path / "data"), shuffle=True, drop_last=True)

@@ -509,6 +509,6 @@ def test_a_split_that_differs_between_ranks_is_found():
             _splits(rank, world_size, port, 3, False)
         return True
 
-    assert all(run_ranks(refused, 2, free_port(), init_process_group=False))
-    seen = run_ranks(_splits, 2, free_port(), 3, True, init_process_group=False)
+    assert all(ranks(refused, 2))
+    seen = ranks(_splits, 2, 3, True)
     assert len(counts_of(seen, 0)) == 12, "the control: split alike"
