@@ -31,7 +31,7 @@ from lightning_dp.engine.plan.retune import TUNE_AT, retune
 from lightning_dp.engine.reduction import copies
 from lightning_dp.engine.reduction.failure import Supervision, raise_if_failed
 from lightning_dp.engine.reduction.opening import raise_mismatch
-from lightning_dp.engine.reduction.reduction import Outcome, Parts, Reduction
+from lightning_dp.engine.reduction.reduction import Outcome, Parts, Reduction, live
 from lightning_dp.engine.reduction.timing import ReductionTimes
 from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.engine.replicas.buffers import BufferKeeper
@@ -99,7 +99,8 @@ class Reducer:
             supervision or Supervision(),
         )
         self._reduction: Reduction | None = None
-        self._known: dict[int | None, tuple[int, ...]] = {}  # buckets sent last, by partition
+        self._known: dict[int | None, frozenset[int]] = {}  # what was sent last, by partition
+        self._passed: frozenset[int | str] = frozenset()  # trained earlier in the window
         self._unread: tuple[Reading, Outcome, int, float] | None = None
         self._last: tuple[Tensor, float] | None = None  # the last control block and its reference
         self.settled: WindowTotals | None = None
@@ -167,7 +168,10 @@ class Reducer:
             loss: Any shape; a loss without gradient is left alone.
         """
         self.release_storage()  # not only when the first gradient arrives: then activations are gone
-        if self.window.reduces and loss.requires_grad:
+        if not self.window.reduces:
+            new = (slot.name for slot in self.registry.unplanned() if slot.param.requires_grad)
+            self._passed |= {*live(self.layout, None), *new}
+        elif loss.requires_grad:
             ref = weakref.ref(self)
 
             def on_loss(_grad: Tensor) -> None:
@@ -218,8 +222,9 @@ class Reducer:
                     times.begin,
                     times.backward_end,
                 )
+            self._passed -= reduction.live
             if outcome.new_buckets or reduction.arrivals is not None:
-                self._known = {reduction.partition: self._live(reduction.partition)}
+                self._known = {reduction.partition: live(self.layout, reduction.partition)}
         except BaseException:
             copies.clear(self.registry.slots)
             raise
@@ -308,6 +313,7 @@ class Reducer:
             task,
             partition,
             known=self._known.get(partition),
+            passed=self._passed,
             check_finite=checked,
             zero_bad=self.check_finite == "raise" and not self.group.host_reads_are_free,
             times=ReductionTimes(exact=self.exact_times),
@@ -324,14 +330,6 @@ class Reducer:
             seams.run_at_end_of_outer(node, self._end_of_backward)
             return
         self.finalize()
-
-    def _live(self, partition: int | None) -> tuple[int, ...]:
-        return tuple(
-            bucket.index
-            for bucket in self.layout.buckets
-            if partition in (None, bucket.slots[0].partition)
-            and any(slot.param.requires_grad for slot in bucket.slots)
-        )
 
     # What a finished reduction leaves
 

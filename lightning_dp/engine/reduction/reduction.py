@@ -76,6 +76,24 @@ class Outcome:
     stop: bool = False
 
 
+def live(
+    layout: Layout, partition: int | None, passed: frozenset[int | str] = frozenset()
+) -> frozenset[int]:
+    """What takes part in a reduction: numbers of buckets, and ``~number`` of each sparse slot.
+
+    That is what has a trainable parameter, or had one in earlier micro-batches of the window (``passed``).
+    A GAN's untouched half stays at home.
+    """
+    buckets = {b.index: b.slots for b in layout.buckets}
+    places = {**buckets, **{~slot.index: [slot] for slot in layout.sparse}}
+    return frozenset(
+        number
+        for number, slots in places.items()
+        if partition in (None, slots[0].partition)
+        and (number in passed or any(slot.param.requires_grad for slot in slots))
+    )
+
+
 class Reduction:
     """The state of one reducing backward; made when it begins, dropped when it ends.
 
@@ -84,9 +102,10 @@ class Reduction:
         number: Counts reductions; slots remember in which they fired.
         task: Autograd's number of the outermost graph task.
         partition: Only buckets of this partition; ``None`` means all.
-        known: The buckets that all ranks sent the last time; if others are to be sent now, ranks compare
-            first
-            what they are going to send ([Note: buckets that meet by accident]).
+        known: What all ranks sent the last time; if it is something else now, ranks compare it first
+            ([Note: buckets that meet by accident]).
+        passed: What was trainable in earlier micro-batches of the window, and is sent though it may be
+            frozen now; parameters without a place by name.
         check_finite: Look at local gradients before they are sent.
         zero_bad: Where they are not finite on some rank, and the host cannot know yet, empty them.
         times: Where to note when things happen.
@@ -104,7 +123,8 @@ class Reduction:
         task: int,
         partition: int | None = None,
         *,
-        known: Sequence[int] | None = None,
+        known: frozenset[int] | None = None,
+        passed: frozenset[int | str] = frozenset(),
         check_finite: bool = False,
         zero_bad: bool = False,
         times: ReductionTimes | None = None,
@@ -126,26 +146,20 @@ class Reduction:
         self._fired: dict[int, Slot] = {}  # without a bucket, in order of last arrival
         self._repeated: set[int] = set()
         self._nested: set[int] = set()
+        self._passed = passed
+        self.live = live(parts.layout, partition, passed)
         self.sequence, self._early = self._plan_launches()
-        self.live = tuple(sorted(bucket.index for bucket in self.sequence))
         self._opening: Opening | None = None
         free = parts.group.host_reads_are_free
-        if self.sequence and not (free and known in (None, self.live)):
+        if (self.live or known) and not (free and known in (None, self.live)):
             self._opening = self._open()
 
     def _plan_launches(self) -> tuple[list[Bucket], int]:
-        """Return the buckets in launch order, and how many may leave before the backward ends.
-
-        A bucket takes part if any of its parameters is trainable: a GAN's untouched half stays at home.
-        """
-        live = []
-        for bucket in self.parts.layout.buckets:
-            if self.partition not in (None, bucket.slots[0].partition):
-                continue
+        """Return the buckets in launch order, and how many may leave before the backward ends."""
+        live = [bucket for bucket in self.parts.layout.buckets if bucket.index in self.live]
+        for bucket in live:
             bucket.ready = 0.0
             bucket.pending = [slot.param.requires_grad for slot in bucket.slots].count(True)
-            if bucket.pending:
-                live.append(bucket)
         live.sort(key=lambda bucket: bucket.deferred)
         early = sum(not bucket.deferred for bucket in live)
         if not self.parts.wire.carries_control:
@@ -164,7 +178,7 @@ class Reduction:
         return Opening(
             self.parts.group,
             window.step,
-            self.live,
+            sorted(self.live),
             window.weight,
             new=bool(self._unplanned()),
             stop=window.stop,
@@ -318,19 +332,16 @@ class Reduction:
             raise_mismatch(self.parts.group, self.parts.window.step, frozen)
 
     def _unplanned(self) -> list[Slot]:
-        return [
-            slot
-            for slot in self.parts.registry.unplanned()
-            if slot.param.requires_grad and self.partition in (None, slot.partition)
-        ]
+        return [slot for slot in self.parts.registry.unplanned() if self._takes_part(slot)]
 
     def _sparse(self) -> list[Slot]:
-        """Slots with sparse gradients that take part, by the rule for buckets."""
-        return [
-            slot
-            for slot in self.parts.layout.sparse
-            if slot.param.requires_grad and self.partition in (None, slot.partition)
-        ]
+        """Slots with sparse gradients that take part, those of a moment ago too."""
+        sparse = self.parts.layout.sparse
+        return [slot for slot in sparse if ~slot.index in self.live or self._takes_part(slot)]
+
+    def _takes_part(self, slot: Slot) -> bool:
+        trained = slot.param.requires_grad or slot.name in self._passed
+        return trained and self.partition in (None, slot.partition)
 
     def _needs_second_round(self, control: Tensor | None, unplanned: list[Slot]) -> bool:
         """Whether some rank has parameters without a bucket, and no rank has failed."""
