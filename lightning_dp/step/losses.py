@@ -140,13 +140,16 @@ class LossWeights:
         """
         window = self._window
         relative = self._weight / window.reference
+        mean: Tensor | float = loss.detach().float() * divisor  # half precision may not hold it
+        if self._group.host_reads_are_free and loss.device.type == "cpu":
+            mean = float(mean)  # plain numbers cost less there
         if isinstance(relative, Tensor):
             fine = (relative >= 0) & relative.isfinite()
             counted = torch.where(fine, relative, float("nan"))  # an error, when it is read
             relative = torch.where(fine, relative, 0.0)
-            window.add(counted, loss.detach() * divisor, divisor)
+            window.add(counted, torch.where(relative > 0, mean, 0.0), divisor)
             return scaled * relative
-        window.add(relative, loss.detach() * divisor if relative else None, divisor)
+        window.add(relative, mean if relative else None, divisor)
         if relative == 0 and self._must_replace(loss):
             return torch.zeros_like(scaled, requires_grad=True)
         return scaled if relative == 1.0 else scaled * relative

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -120,3 +122,58 @@ def storage_bytes(tensors: Any) -> int:
             storage = tensor.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()
     return sum(seen.values())
+
+
+# Operators whose result's value or shape the host must know: it waits for the device there.
+_HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"}
+# What is read on the host because it was made there: the opening's message, the copy of a step before.
+_ON_HOST = {("opening.py", "wait"), ("control.py", "means")}
+
+
+class HostReadSpy(TorchDispatchMode):
+    """Notes where the host reads a tensor while it is entered; on a CPU, of what may be on a device.
+
+    torch's optimizers and loss scalers read numbers of their own, and are left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Counter[str] = Counter()
+        self._stack: list[contextlib.ExitStack] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten" and func._opname in _HOST_READS:
+            self._note(func._opname)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, what: str) -> None:
+        for frame in traceback.extract_stack()[::-1]:
+            path = Path(frame.filename)
+            if "optim" in path.parts or path.name == "grad_scaler.py":
+                return
+            if (path.name, frame.name) in _ON_HOST:
+                return
+            if "torch" not in path.parts and path != Path(__file__):
+                self.places[f"{what} in {path.name}, {frame.name}, line {frame.lineno}"] += 1
+                return
+
+    def __enter__(self) -> HostReadSpy:
+        stack = contextlib.ExitStack()
+        for name in ("tolist", "cpu", "numpy"):  # they may not pass the dispatcher
+            stack.enter_context(mock.patch.object(torch.Tensor, name, self._noted(name)))
+        self._stack.append(stack)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.pop().close()
+
+    def _noted(self, name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._note(name)
+            return original(*args, **kwargs)
+
+        return noted

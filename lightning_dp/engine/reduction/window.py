@@ -63,13 +63,13 @@ class AccumulationWindow:
         self.loss: Tensor | float = 0.0
 
     def add(
-        self, weight: Tensor | float = 1.0, loss: Tensor | None = None, divisor: int = 1
+        self, weight: Tensor | float = 1.0, loss: Tensor | float | None = None, divisor: int = 1
     ) -> None:
         """Count one micro-batch.
 
         Args:
             weight: What its loss is multiplied with; a tensor of shape ``()`` is not read by the host.
-            loss: Its mean loss before weighting, shape ``()``; kept without synchronising the host.
+            loss: Its mean loss before weighting; a tensor of shape ``()`` is not read by the host.
             divisor: By what the trainer divides each loss.
         """
         if self.micro_batches and divisor != self.divisor:
@@ -80,8 +80,7 @@ class AccumulationWindow:
         self.weight = self.weight + weight
         self.micro_batches += 1
         if loss is not None:
-            value = loss.detach()
-            self.loss = self.loss + weight * (float(value) if value.device.type == "cpu" else value)
+            self.loss = self.loss + weight * (loss.detach() if isinstance(loss, Tensor) else loss)
 
     # Which backward reduces
 
@@ -152,5 +151,6 @@ class AccumulationWindow:
         """As :meth:`factor`, for a mean that the host must not read; shape ``()``."""
         if not self.weighted or not self.ends:
             return 1.0
-        one = torch.ones_like(mean_weight)
-        return torch.where(mean_weight > 0, self.divisor / mean_weight, one)
+        factor = self.divisor / mean_weight
+        near = (factor - 1.0).abs() <= 4 * torch.finfo(mean_weight.dtype).eps
+        return torch.where((mean_weight > 0) & ~near, factor, 1.0)
