@@ -1,4 +1,4 @@
-"""On an accelerator the host reads nothing between a forward's start and the end of the optimizer's step."""
+"""On an accelerator the host reads nothing between a forward and its step: counted, in each demo."""
 
 from __future__ import annotations
 
