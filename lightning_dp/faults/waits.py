@@ -28,7 +28,7 @@ from lightning_dp.faults.channel import FailureChannel
 from lightning_dp.faults.record import FailureRecord
 from lightning_dp.internals.stacks import user_line
 
-GRADIENTS, COLLECTIVES = "gradients", "collectives"
+GRADIENTS, OPENINGS, COLLECTIVES = "gradients", "openings", "collectives"
 ADVICE = (
     "Something that all ranks must call (save_checkpoint, a barrier, self.log with sync_dist, "
     "trainer.log_dir, a training step) was called on some of them only, or with other keys or shapes. Fix: "
@@ -42,7 +42,7 @@ class Wait:
     """One wait.
 
     Attributes:
-        kind: ``GRADIENTS`` or ``COLLECTIVES``.
+        kind: ``GRADIENTS``, ``OPENINGS`` or ``COLLECTIVES``.
         number: Its place in the sequence of its kind.
         what: What is waited for ("barrier 'post_setup'", "the gradients of step 3").
         since: ``time.monotonic()`` at its start.
@@ -63,14 +63,18 @@ class EngineWait:
     """What the engine tells when it is asked.
 
     Attributes:
-        begun: How many reducing backwards it has begun.
+        begun: How many reducing backwards it has begun to send.
         what: What it waits for now; empty if it does not wait.
         names: The parameters in it.
+        openings: How many times ranks compared what they are going to send.
+        kind: ``GRADIENTS`` or ``OPENINGS``: what it waits for.
     """
 
     begun: int
     what: str = ""
     names: tuple[str, ...] = ()
+    openings: int = 0
+    kind: str = GRADIENTS
 
 
 class Waits:
@@ -166,13 +170,15 @@ class Waits:
         if not told.what:
             self._seen = None
         elif self._seen is None or (self._seen.what, self._seen.names) != (told.what, told.names):
-            self._seen = Wait(GRADIENTS, told.begun, told.what, time.monotonic(), told.names)
+            number = told.begun if told.kind == GRADIENTS else told.openings
+            self._seen = Wait(told.kind, number, told.what, time.monotonic(), told.names)
         return self._seen
 
     def report(self) -> dict[str, Any]:
         """This rank's report for the others, as JSON."""
         wait = self.look()
-        begun = {COLLECTIVES: self._begun, GRADIENTS: self._engine().begun}
+        engine = self._engine()
+        begun = {COLLECTIVES: self._begun, GRADIENTS: engine.begun, OPENINGS: engine.openings}
         line = user_line(self._thread_id)
         place = {"where": self._where(), "line": line, "begun": begun}
         if wait is None:

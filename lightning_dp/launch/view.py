@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.reduction.window import AccumulationWindow
-from lightning_dp.faults.waits import EngineWait
+from lightning_dp.faults.waits import OPENINGS, EngineWait
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -61,11 +61,16 @@ class View:
         reducer = self.engine.reducer
         if reducer is None:
             return EngineWait(0)
-        bucket = reducer.waiting_for
+        begun, openings, bucket = reducer.begun, reducer.openings, reducer.waiting_for
+        if reducer.is_opening:
+            what = (
+                f"the ranks to say what they send in step {self.step} (here requires_grad changed)"
+            )
+            return EngineWait(begun, what, openings=openings, kind=OPENINGS)
         if bucket is None:
-            return EngineWait(reducer.begun)
+            return EngineWait(begun, openings=openings)
         what = f"the gradients of step {self.step} (bucket {bucket.index})"
-        return EngineWait(reducer.begun, what, tuple(bucket.names))
+        return EngineWait(begun, what, tuple(bucket.names), openings)
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The default group and the engine's own."""

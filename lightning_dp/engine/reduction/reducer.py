@@ -31,7 +31,8 @@ from lightning_dp.engine.plan.retune import TUNE_AT, retune
 from lightning_dp.engine.reduction import copies
 from lightning_dp.engine.reduction.failure import Supervision, raise_if_failed
 from lightning_dp.engine.reduction.opening import raise_mismatch
-from lightning_dp.engine.reduction.reduction import Outcome, Parts, Reduction, live
+from lightning_dp.engine.reduction.parts import Outcome, Parts
+from lightning_dp.engine.reduction.reduction import Reduction, live
 from lightning_dp.engine.reduction.timing import ReductionTimes
 from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.engine.replicas.buffers import BufferKeeper
@@ -89,6 +90,7 @@ class Reducer:
         self.times: ReductionTimes | None = None
         self.exact_times = False
         self.reductions = 0
+        self.openings = 0  # how many of them began with a comparison
         self._parts = Parts(
             group,
             window,
@@ -318,6 +320,7 @@ class Reducer:
             zero_bad=self.check_finite == "raise" and not self.group.host_reads_are_free,
             times=ReductionTimes(exact=self.exact_times),
         )
+        self.openings += self._reduction.opens
         return self._reduction
 
     def _end_of_backward(self) -> None:
@@ -441,6 +444,11 @@ class Reducer:
         """Reductions whose buckets have begun to leave, for a stall report."""
         waiting = self._reduction is not None and self._reduction.launched == 0
         return self.reductions - waiting
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the host waits for the ranks to say what they send, for a stall report."""
+        return self._reduction is not None and self._reduction.is_opening
 
     @property
     def waiting_for(self) -> Bucket | None:

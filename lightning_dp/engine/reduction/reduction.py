@@ -12,7 +12,6 @@ flight is touched; the fact travels in the control block and every rank raises.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,59 +20,20 @@ from torch import Tensor
 
 from lightning_dp.engine.bucket import Bucket, Slot
 from lightning_dp.engine.control import CONTROL_SIZE, Control
-from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.plan.agreement import Agreement, Profile, agree
+from lightning_dp.engine.plan.agreement import Profile, agree
 from lightning_dp.engine.plan.layout import Layout
-from lightning_dp.engine.plan.registry import Registry
 from lightning_dp.engine.reduction import copies
-from lightning_dp.engine.reduction.failure import Supervision, bounded_wait
+from lightning_dp.engine.reduction.failure import bounded_wait
 from lightning_dp.engine.reduction.finite import FiniteCheck
 from lightning_dp.engine.reduction.opening import Opening, raise_mismatch
+from lightning_dp.engine.reduction.parts import Outcome, Parts
 from lightning_dp.engine.reduction.sparse import reduce_sparse
 from lightning_dp.engine.reduction.timing import ReductionTimes, now
-from lightning_dp.engine.reduction.window import AccumulationWindow
-from lightning_dp.engine.replicas.buffers import BufferKeeper
 from lightning_dp.engine.waiting import interruptible_wait
-from lightning_dp.engine.wires.wire import InFlight, Wire
+from lightning_dp.engine.wires.wire import InFlight
 from lightning_dp.internals.autograd import graph_task_id
 
 NEVER = 1 << 60
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a reduction needs; the same for all of them."""
-
-    group: ReplicaGroup
-    window: AccumulationWindow
-    wire: Wire
-    layout: Layout
-    registry: Registry
-    buffers: BufferKeeper | None
-    supervision: Supervision
-
-
-@dataclass
-class Outcome:
-    """What came of a reduction.
-
-    Attributes:
-        control: The reduced control block, shape ``(CONTROL_SIZE,)``; ``None`` where nothing was sent.
-        late: Names of parameters whose second gradient came too late, on this rank.
-        buffers: Names of buffers that changed, on this rank.
-        finite: The look at local gradients, where it was asked for.
-        agreement: What ranks agreed on for parameters that had no bucket.
-        new_buckets: The buckets that were made for them.
-        stop: Whether some rank asks to stop, where that is known at once.
-    """
-
-    control: Tensor | None = None
-    late: list[str] = field(default_factory=list)
-    buffers: list[str] = field(default_factory=list)
-    finite: FiniteCheck | None = None
-    agreement: Agreement | None = None
-    new_buckets: list[Bucket] = field(default_factory=list)
-    stop: bool = False
 
 
 def live(
@@ -114,6 +74,7 @@ class Reduction:
         sequence: Buckets in launch order; the last one carries the control block.
         arrivals: When gradients arrived, by slot; only in a reduction that is measured.
         waiting_for: The bucket whose collective the host waits for.
+        is_opening: Whether the host waits for all ranks to have opened.
     """
 
     def __init__(
@@ -136,6 +97,7 @@ class Reduction:
         self.arrivals: dict[int, float] | None = None
         self.times = times or ReductionTimes()
         self.waiting_for: Bucket | None = None
+        self.is_opening = False
         self.launched = 0
         self.in_flight: list[tuple[Bucket, InFlight]] = []
         self._factor = parts.wire.predivide_factor
@@ -183,6 +145,11 @@ class Reduction:
             new=bool(self._unplanned()),
             stop=window.stop,
         )
+
+    @property
+    def opens(self) -> bool:
+        """Whether ranks compare first what they are going to send."""
+        return self._opening is not None
 
     # While the backward goes on
 
@@ -319,9 +286,9 @@ class Reduction:
         opening = self._opening
         if opening is None:
             return
-        if not opening.is_completed():
-            with self.parts.supervision.waiting("what the ranks are going to send"):
-                opening.wait()
+        self.is_opening = True
+        opening.wait()
+        self.is_opening = False
         if opening.differs:
             frozen = [
                 slot.name
