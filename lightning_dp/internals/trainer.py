@@ -127,6 +127,13 @@ def own_window(
     )
 
 
+def is_processed(trainer: pl.Trainer) -> bool:
+    """Whether the training batch that came last has been optimized, or declined. Falls back to yes."""
+    progress = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "batch_progress", None)
+    current: Any = getattr(progress, "current", None)
+    return bool(getattr(current, "processed", 0) >= getattr(current, "ready", 0))
+
+
 def own_schedules(trainer: pl.Trainer, step_was_skipped: Callable[[], bool]) -> Callable[[], None]:
     """Let a scheduler's ``frequency`` count optimizer steps, and hold it back after a skipped one.
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -20,6 +21,7 @@ from lightning_dp.faults.peers import describe_exit
 from lightning_dp.faults.record import FailureRecord
 from lightning_dp.faults.store import Store
 from lightning_dp.internals import runs as run_seams
+from lightning_dp.internals.patch import patched
 from lightning_dp.launch import exit_code
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
 from lightning_dp.launch.guarded_call import GuardedCall
@@ -149,6 +151,15 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
             return self._run(trainer, function, *args, **kwargs)
 
         super()._wrapping_function(process_idx, trainer, guarded, args, kwargs, *rest)
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        """Take over what rank 0 left. Its file of weights is our own: tensors of any class may be in it."""
+        io = self._strategy.checkpoint_io
+        undo = patched(io, "load_checkpoint", partial(io.load_checkpoint, weights_only=False))
+        try:
+            super()._recover_results_in_main_process(worker_output, trainer)
+        finally:
+            undo()
 
     def _run(
         self, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any

@@ -187,13 +187,20 @@ class WindowKeeper:
     @property
     def is_inside(self) -> bool:
         """Whether micro-batches wait for their optimizer step. The same on every rank."""
-        return not self._stepped and not self._ends and self._done > 0
+        return not self._stepped and not self._is_over and self._done > 0
 
     @property
     def waiting(self) -> int:
         """Micro-batches of automatic optimization without their optimizer step; the running one counts."""
-        over = self._stepped or self._ends or self._manual_backwards
+        over = self._stepped or self._is_over or self._manual_backwards
         return 0 if over else self._done
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the window's last batch is, without a step: its module declined to make one."""
+        return (
+            self._ends and self._trainer is not None and trainer_seams.is_processed(self._trainer)
+        )
 
     @property
     def _done(self) -> int:

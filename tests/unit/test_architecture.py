@@ -29,6 +29,7 @@ KNOWN: dict[str, set[str]] = {
         "engine: _foreach_norm",
         "engine: _nnz",
         "launch: _strategy",
+        "launch: _recover_results_in_main_process",
         "launch: _wrapping_function",
         "strategy: _configure_launcher",
         "strategy: _start_method",
