@@ -328,8 +328,17 @@ class StepDriver:
             check_replicas(self.reducer, self.steps, self.options.on_mismatch, settings)
 
     def before_use(self, *, between_steps: bool = False) -> None:
-        """Make buffers equal before they are read. Collective: every rank, unless one is failing."""
-        if self.keeper is not None and not trainer_seams.is_unwinding(self.trainer):
+        """Before somebody reads the module: act on the last step's reports, make buffers equal.
+
+        Raises: as :meth:`Reducer.finalize`; a step that nobody follows is looked at here.
+
+        Collective: every rank, unless one is failing.
+        """
+        if self.reducer is None or trainer_seams.is_unwinding(self.trainer):
+            return
+        if not between_steps:
+            self.reducer.settle()
+        if self.keeper is not None:
             self.keeper.before_use(between_steps=between_steps)
 
     # Checkpoints
