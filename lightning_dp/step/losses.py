@@ -94,8 +94,8 @@ class LossWeights:
 
     def _may_read(self, value: Tensor) -> bool:
         # The first one is read in any case: the ranks compare it.
-        on_host = value.device.type == "cpu" and self._group.host_reads_are_free
-        return on_host or not self._agreed
+        free = self._group.host_reads_are_free or self._group.device.type != "cpu"
+        return (value.device.type == "cpu" and free) or not self._agreed
 
     def _agree(self, given: bool) -> None:
         """Make the largest of the ranks' first weights the reference: equal ones are then 1 exactly."""
@@ -131,7 +131,9 @@ class LossWeights:
         """Count the micro-batch; return the loss to back-propagate.
 
         A mean over no tokens is 0 / 0. Weight 0 says that it must not count, and NaN times 0 is NaN: such
-        a micro-batch takes part with a loss of zero in place of its own.
+        a micro-batch takes part with a loss of zero in place of its own. Where the host must not read the
+        weight, a rank's gradients are emptied on the device if nothing in its window counted; in a window
+        in which something did, the module has to keep such a mean finite (``sum / count.clamp(min=1)``).
 
         Args:
             loss: As the trainer has it: divided by ``divisor``.
@@ -139,16 +141,19 @@ class LossWeights:
             divisor: The window's length.
         """
         window = self._window
-        relative = self._weight / window.reference
-        mean: Tensor | float = loss.detach().float() * divisor  # half precision may not hold it
+        wide = torch.promote_types(loss.dtype, torch.float32)  # half precision may not hold them
+        mean: Tensor | float = loss.detach().to(wide) * divisor
+        relative: Tensor | float
         if self._group.host_reads_are_free and loss.device.type == "cpu":
             mean = float(mean)  # plain numbers cost less there
-        if isinstance(relative, Tensor):
+        if isinstance(self._weight, Tensor):
+            relative = self._weight.to(wide) / window.reference
             fine = (relative >= 0) & relative.isfinite()
             counted = torch.where(fine, relative, float("nan"))  # an error, when it is read
             relative = torch.where(fine, relative, 0.0)
             window.add(counted, torch.where(relative > 0, mean, 0.0), divisor)
             return scaled * relative
+        relative = self._weight / window.reference
         window.add(relative, mean if relative else None, divisor)
         if relative == 0 and self._must_replace(loss):
             return torch.zeros_like(scaled, requires_grad=True)

@@ -208,6 +208,9 @@ class Reduction:
         bucket = self.sequence[self.launched]
         self.launched += 1
         copies.copy_in(bucket, self.number, self._factor, empty=empty)
+        weight = self.parts.window.weight
+        if isinstance(weight, Tensor):
+            bucket.grads.masked_fill_(weight == 0, 0.0)  # a mean over nothing may be NaN
         if self._finite is not None and not empty:
             self._finite.look(bucket)
         if control is not None:
