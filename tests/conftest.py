@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from tests.support import hosts, parity
+from tests.support import grounds, hosts, parity
 
-_NOT_RUN: list[str] = []
+_NOT_RUN = pytest.StashKey[str]()  # why, on an item
+_ITEMS = pytest.StashKey[list[pytest.Item]]()
 # Libraries set these once per process, and they are harmless to later tests.
 _ENV_ALLOWED = {
     "KMP_DUPLICATE_LIB_OK",
@@ -37,22 +39,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    found = torch.cuda.device_count()
     for item in items:
-        need = 1 if item.get_closest_marker("gpu") else 0
-        if mark := item.get_closest_marker("multi_gpu"):
-            need = int(mark.args[0])
-        if item.get_closest_marker("hosts") and (reason := hosts.missing()):
-            _NOT_RUN.append(f"{item.nodeid} ({reason})")
-            item.add_marker(pytest.mark.skip(reason=f"not run: {reason}"))
+        reason = grounds.why_not(grounds.needed_gpus(item))
+        if item.get_closest_marker("hosts"):
+            reason = reason or hosts.missing()
         if (mark := item.get_closest_marker("library")) and not _imports(mark.args[0]):
-            reason = f"{mark.args[0]} is not installed"
-            _NOT_RUN.append(f"{item.nodeid} ({reason})")
+            reason = reason or f"{mark.args[0]} is not installed"
+        if reason:
             item.add_marker(pytest.mark.skip(reason=f"not run: {reason}"))
-        if need > found:
-            reason = f"needs {need} GPU(s), found {found}"
-            _NOT_RUN.append(f"{item.nodeid} ({reason})")
-            item.add_marker(pytest.mark.skip(reason=f"not run: {reason}"))
+            item.stash[_NOT_RUN] = reason
 
 
 @cache
@@ -63,22 +58,51 @@ def _imports(name: str) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _NOT_RUN:
-        terminalreporter.section("not run")
-        for line in _NOT_RUN:
-            terminalreporter.write_line(f"not run: {line}")
+    """Say what was not run: how many by ground and reason, by name where such tests were asked for."""
+    options = terminalreporter.config.option
+    named = options.markexpr or options.verbose > 0 or options.collectonly
+    counts: Counter[str] = Counter()
+    for item in terminalreporter.config.stash.get(_ITEMS, []):
+        if (reason := item.stash.get(_NOT_RUN, None)) is None:
+            continue
+        ground = next(
+            name for name in ("multi_gpu", "gpu", "hosts", "library") if item.get_closest_marker(name)
+        )
+        counts[f"{ground} ({reason})"] += 1
+        if named:
+            terminalreporter.write_line(f"not run: {item.nodeid} ({reason})")
+    for report in terminalreporter.stats.get("skipped", []):
+        if "not run: " not in (reason := str(report.longrepr[-1])):
+            terminalreporter.write_line(f"{reason}: {report.nodeid}")
+    for what, count in sorted(counts.items()):
+        terminalreporter.write_line(f"not run: {count} tests on {what}")
 
 
-@pytest.fixture(params=["group", "shared_memory"])
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[_ITEMS] = session.items
+
+
+def _on(place: tuple[grounds.Ground, bool], monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(grounds, "CURRENT", place[0])
+    return place[1]
+
+
+@pytest.fixture(params=grounds.params(cpu=True))
+def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test on the CPU, on one GPU that its ranks share, and on one GPU a rank."""
+    _on(request.param, monkeypatch)
+
+
+@pytest.fixture(params=grounds.params(group=False, shared_memory=True))
 def each_wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test twice: gradients travel over the process group, and through shared memory."""
-    monkeypatch.setattr(parity, "SHARED_MEMORY", request.param == "shared_memory")
+    """As ``ground``; on the CPU twice: over the process group, and through shared memory."""
+    monkeypatch.setattr(parity, "SHARED_MEMORY", _on(request.param, monkeypatch))
 
 
-@pytest.fixture(params=["at_once", "deferred"])
+@pytest.fixture(params=grounds.params(at_once=False, deferred=True))
 def each_reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test twice: reduced values are read at once, and one step later as on an accelerator."""
-    monkeypatch.setattr(parity, "DEFERRED", request.param == "deferred")
+    """As ``ground``; on the CPU twice: reduced values are read at once, and one step later."""
+    monkeypatch.setattr(parity, "DEFERRED", _on(request.param, monkeypatch))
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +120,7 @@ def no_leaks() -> Iterator[None]:
     os.environ.clear()
     os.environ.update(env)
     assert not leaked, f"the test left environment variables changed: {sorted(leaked)}"
+    assert not torch.cuda.is_initialized(), "the test used CUDA in the process that forks ranks"
     assert not (dist.is_available() and dist.is_initialized()), "the test left a process group"
     extra = [t.name for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon]
     assert not extra, f"the test left threads: {extra}"

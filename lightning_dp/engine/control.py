@@ -103,9 +103,21 @@ def write(block: Tensor, values: Mapping[int, float | Tensor]) -> None:
             on_device[place] = value
         else:
             numbers[place] = float(value)
-    block.copy_(torch.tensor(numbers, dtype=block.dtype), non_blocking=True)
+    block.copy_(torch.tensor(numbers, dtype=block.dtype, device="cpu"), non_blocking=True)
     for place, value in on_device.items():
         block[place] = value
+
+
+def copy_to_host(block: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Queue a copy of ``block`` to the host; return it, and the event after which it may be read."""
+    on_cuda = block.device.type == "cuda"
+    host = torch.empty(block.shape, dtype=block.dtype, device="cpu", pin_memory=on_cuda)
+    host.copy_(block, non_blocking=True)
+    if not on_cuda:
+        return host, None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return host, event
 
 
 class Reading:
@@ -122,15 +134,7 @@ class Reading:
     """
 
     def __init__(self, block: Tensor, *, copy: bool) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host = block
-        if copy:
-            on_cuda = block.device.type == "cuda"
-            self._host = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_cuda)
-            self._host.copy_(block, non_blocking=True)
-            if on_cuda:
-                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._event.record()
+        self._host, self._event = copy_to_host(block) if copy else (block, None)
 
     def means(self) -> list[float]:
         """The values, means over ranks. Waits for the copy, not for the device's queue."""

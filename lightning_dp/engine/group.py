@@ -88,6 +88,11 @@ class ReplicaGroup:
             group, dist.get_rank(), world_size, device, control, free, reduces=True, waiting=waiting
         )
 
+    @property
+    def waits_on_host(self) -> bool:
+        """Whether a wait for a collective blocks the host (gloo, also for an accelerator), not a stream."""
+        return self.device.type == "cpu" or "nccl" not in dist.get_backend(self.process_group)
+
     def close(self) -> None:
         """End the groups and let go of them. Local.
 
@@ -119,8 +124,8 @@ class ReplicaGroup:
             return values
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         with self.waiting(what):
-            sizes = self._gather(torch.tensor([data.numel()]))
-            padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+            sizes = self._gather(torch.tensor([data.numel()], device="cpu"))
+            padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device="cpu")
             padded[: data.numel()] = data
             parts = self._gather(padded)
         return [
@@ -153,7 +158,7 @@ class ReplicaGroup:
             group = self.process_group
             work = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
             with self.waiting("values of rank 0"):
-                interruptible_wait(work, on_host=self.device.type == "cpu")
+                interruptible_wait(work, on_host=self.waits_on_host)
 
     def all_reduce_mean(self, tensor: Tensor) -> None:
         """Average ``tensor`` over all replicas, in place.
@@ -167,4 +172,4 @@ class ReplicaGroup:
             op, group = dist.ReduceOp.AVG, self.process_group
             work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
             with self.waiting("a mean over ranks"):
-                interruptible_wait(work, on_host=self.device.type == "cpu")
+                interruptible_wait(work, on_host=self.waits_on_host)

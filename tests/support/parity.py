@@ -34,8 +34,10 @@ DEFERRED = False
 
 
 def make_group() -> ReplicaGroup:
-    """A group over all ranks, whose host reads at once or a step later."""
-    return ReplicaGroup.create(torch.device("cpu"), host_reads_are_free=not DEFERRED)
+    """A group over all ranks on the test's ground, whose host reads at once or a step later."""
+    return ReplicaGroup.create(
+        torch.get_default_device(), host_reads_are_free=False if DEFERRED else None
+    )
 
 
 def make_wire(group: ReplicaGroup) -> Wire:
@@ -160,9 +162,9 @@ def assert_same(actual: dict[str, Tensor | None], expected: dict[str, Tensor | N
 def as_bytes(tensor: Tensor) -> bytes:
     """The elements' bytes in logical order, whatever the strides."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    flat = torch.empty(values.numel(), dtype=values.dtype)
+    flat = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
     flat.view(values.shape).copy_(values)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return flat.view(torch.uint8).cpu().numpy().tobytes()
 
 
 def assert_equal_on_all_ranks(tensors: dict[str, Tensor | None]) -> None:

@@ -1,14 +1,13 @@
 """Run a function on several forked ranks, with a timeout, and bring their results back.
 
 Forking costs about 0.1 s a test; spawning costs seconds, most of it imports. A file store is used, so
-that no test owns a port. The parent never initialises a process group: a child is free to do so.
+that no test owns a port. The parent never initialises a process group, nor CUDA: a child is free to do so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.support import grounds
 
 both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
@@ -44,17 +45,22 @@ def _child(
     try:
         os.setpgid(0, 0)  # so that the parent can end everything that this rank started
         torch.set_num_threads(1)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        ground = grounds.CURRENT
+        os.environ.update(ground.environment(rank, world_size))
         if init:
+            ground.enter(rank)  # a Trainer places its module by itself
             dist.init_process_group(
-                "gloo",
+                ground.backend,
                 store=dist.FileStore(str(folder / "store"), world_size),
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=60),
             )
         result = fn(rank, world_size, *args)
-        (folder / f"result{rank}").write_bytes(pickle.dumps(result))
+        torch.save(result, folder / f"result{rank}")
+        code = 0
+    except pytest.skip.Exception as reason:
+        (folder / f"skip{rank}").write_text(str(reason))
         code = 0
     except BaseException:
         (folder / f"error{rank}").write_text(traceback.format_exc())
@@ -76,8 +82,10 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on ``world_size`` forked ranks; return the results by rank.
 
+    Ranks live on the test's ground (``grounds.CURRENT``). A rank may call ``pytest.skip``.
+
     Args:
-        fn: Runs in each rank, with a gloo group over all ranks as the default group.
+        fn: Runs in each rank, with a group over all ranks as the default group.
         world_size: How many ranks.
         timeout_s: Seconds after which every rank is ended and the test fails.
         init_process_group: False leaves the group to ``fn`` (a Trainer makes its own).
@@ -137,4 +145,9 @@ def run_ranks(
             )
             why = f"timed out after {timeout_s} s; " if timed_out and not tracebacks else ""
             raise RankError(f"{why}exit codes by rank {exit_codes}\n{told}", tracebacks, exit_codes)
-        return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
+        for skipped in sorted(folder.glob("skip*")):
+            pytest.skip(skipped.read_text())
+        return [
+            torch.load(folder / f"result{rank}", map_location="cpu", weights_only=False)
+            for rank in range(world_size)
+        ]

@@ -1,4 +1,4 @@
-"""A Trainer inside a forked rank: quiet, on CPU, without files."""
+"""A Trainer inside a forked rank: quiet, on the test's ground, without files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp import LeanDDPStrategy
+from tests.support import grounds
 from tests.support.parity import assert_equal_on_all_ranks
 from tests.support.programs import free_port
 from tests.support.ranks import run_ranks
@@ -31,8 +32,7 @@ def trainer(
     # The seed of orders: ddp takes 0 where nobody gives one, lean_ddp draws one.
     os.environ.setdefault("PL_GLOBAL_SEED", "0")
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": world_size,
+        **grounds.CURRENT.trainer_options(world_size),
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -40,9 +40,7 @@ def trainer(
         "default_root_dir": str(root),
         "max_epochs": 1,
     }
-    if strategy is None:
-        strategy = LeanDDPStrategy(cluster_environment=LightningEnvironment())
-    return pl.Trainer(strategy=strategy, **{**defaults, **kwargs})
+    return pl.Trainer(strategy=lean() if strategy is None else strategy, **{**defaults, **kwargs})
 
 
 # Data and comparisons
@@ -70,11 +68,13 @@ class Rows(Dataset):
 
 def lean(**options: Any) -> LeanDDPStrategy:
     """Our strategy, for a rank that was started already."""
+    options = {**grounds.CURRENT.strategy_options(), **options}
     return LeanDDPStrategy(cluster_environment=LightningEnvironment(), **options)
 
 
 def ddp(**options: Any) -> DDPStrategy:
     """Lightning's, for a rank that was started already."""
+    options = {**grounds.CURRENT.strategy_options(), **options}
     return DDPStrategy(cluster_environment=LightningEnvironment(), **options)
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.engine.control import STEP_BITS, step_signs
+from lightning_dp.engine.control import step_signs
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.waiting import interruptible_wait
 from lightning_dp.errors import ReplicaMismatchError, some_names
@@ -30,7 +30,6 @@ from lightning_dp.errors import ReplicaMismatchError, some_names
 _LIVE_BITS = 24
 _WEIGHT, _ON_DEVICE, _NEW, _STOP = range(4)
 _SIGNS = 4  # where signs begin
-_SIZE = _SIGNS + STEP_BITS + _LIVE_BITS
 
 
 class Opening:
@@ -58,12 +57,11 @@ class Opening:
         stop: bool,
     ) -> None:
         known = not isinstance(weight, Tensor)
-        self._values = torch.zeros(_SIZE, dtype=torch.float64)
         numbers = [float(weight) if known else 0.0, float(not known), float(new), float(stop)]
         bits = zlib.crc32(repr(list(live)).encode())
         numbers += step_signs(step).values()
         numbers += [1.0 if bits >> bit & 1 else -1.0 for bit in range(_LIVE_BITS)]
-        self._values += torch.tensor(numbers, dtype=torch.float64)
+        self._values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self._world_size = group.world_size
         self._work: Any = dist.all_reduce(self._values, group=group.control_group, async_op=True)
         self._means: list[float] | None = None

@@ -399,8 +399,8 @@ class Reduction:
 
     def _wait(self, message: Tensor | None, work: InFlight | None) -> Tensor:
         """Wait for every collective; return the reduced control block."""
-        device, on_host = self.parts.group.device, self.parts.group.device.type == "cpu"
-        self.times.waits(device)
+        on_host = self.parts.group.waits_on_host
+        self.times.waits(self.parts.group.device)
         for position, (bucket, sent) in enumerate(self.in_flight):
             self.waiting_for = bucket
             interruptible_wait(sent, on_host=on_host)

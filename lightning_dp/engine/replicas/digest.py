@@ -59,8 +59,8 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 def place_weights(device: torch.device) -> Tensor:
     """Return the numbers that places are multiplied with: the same on every rank and in every run."""
     generator = torch.Generator().manual_seed(_MIX % 2**31)
-    bits = torch.randint(-(2**63), 2**63 - 1, (_ROW,), generator=generator, dtype=torch.int64)
-    return (bits | 1).to(device)
+    empty = torch.empty(_ROW, dtype=torch.int64, device="cpu")
+    return (empty.random_(-(2**63), 2**63 - 1, generator=generator) | 1).to(device)
 
 
 def check_replicas(

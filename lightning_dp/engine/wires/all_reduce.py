@@ -21,7 +21,7 @@ class AllReduceWire(Stateless):
 
     def __init__(self, group: ReplicaGroup) -> None:
         self.group = group
-        self.predivide_factor = 1 / group.world_size if group.device.type == "cpu" else 1.0
+        self.predivide_factor = 1 / group.world_size if group.waits_on_host else 1.0
 
     def launch(self, bucket: Bucket) -> InFlight:
         """Start averaging ``bucket`` in place.

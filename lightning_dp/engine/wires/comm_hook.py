@@ -135,7 +135,7 @@ class CommHookWire:
         heal: bool = False,
     ) -> None:
         self.hook = wrapper(hook) if wrapper is not None else hook
-        self.serialize = group.device.type == "cpu"
+        self.serialize = group.waits_on_host
         self.heal = heal
         plain = getattr(hook, "func", hook)
         name = getattr(plain, "__name__", "")

@@ -158,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 def _from_numpy_state(state: Any) -> Any:
     kind, keys, position, has_gauss, cached = state  # numpy.random.RandomState's legacy tuple
-    numbers = torch.tensor([int(key) for key in keys], dtype=torch.int64)
+    numbers = torch.tensor([int(key) for key in keys], dtype=torch.int64, device="cpu")
     return [str(kind), numbers, int(position), int(has_gauss), float(cached)]
 
 
