@@ -66,7 +66,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if (reason := item.stash.get(_NOT_RUN, None)) is None:
             continue
         ground = next(
-            name for name in ("multi_gpu", "gpu", "hosts", "library") if item.get_closest_marker(name)
+            name
+            for name in ("multi_gpu", "gpu", "hosts", "library")
+            if item.get_closest_marker(name)
         )
         counts[f"{ground} ({reason})"] += 1
         if named:
