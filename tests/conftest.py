@@ -41,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         reason = grounds.why_not(grounds.needed_gpus(item))
+        if (mark := item.get_closest_marker("cpu_only")) and grounds.needed_gpus(item):
+            reason = f"on the CPU only: {mark.args[0]}"
         if item.get_closest_marker("hosts"):
             reason = reason or hosts.missing()
         if (mark := item.get_closest_marker("library")) and not _imports(mark.args[0]):

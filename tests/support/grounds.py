@@ -35,6 +35,11 @@ class Ground:
     backend: str = "gloo"
     gpus: float = 0.0
 
+    @property
+    def device_type(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        return "cuda" if self.gpus else "cpu"
+
     def needs(self, world_size: int) -> int:
         """How many GPUs ``world_size`` ranks need."""
         return 0 if not self.gpus else 1 if self.gpus < 1 else world_size

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.reduction.opening import Opening
 from lightning_dp.engine.wires.shared_memory import SharedMemory
 
 # Every public function of torch.distributed that communicates.
@@ -32,13 +34,15 @@ class CollectiveSpy(TorchDispatchMode):
 
     ``calls`` counts calls of torch.distributed's functions (outer ones only: ``all_gather_object`` is one),
     ``ops`` counts what reaches c10d's dispatcher, from whatever Python or C++ code, in forward or backward.
-    A sum that the engine starts in shared memory counts as an all-reduce in both.
+    A sum that the engine starts in shared memory counts as an all-reduce in both. Where each reduction
+    opens with a small message on the host, as on an accelerator, that is counted in ``openings`` alone.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.ops: Counter[str] = Counter()
+        self.openings = 0
         self._depth = 0
         self._stack: list[contextlib.ExitStack] = []
 
@@ -53,6 +57,7 @@ class CollectiveSpy(TorchDispatchMode):
             if hasattr(dist, name):
                 stack.enter_context(mock.patch.object(dist, name, self._counted(name)))
         stack.enter_context(mock.patch.object(SharedMemory, "start", self._started()))
+        stack.enter_context(mock.patch.object(Opening, "__init__", self._opened()))
         self._stack.append(stack)
         super().__enter__()
         return self
@@ -66,6 +71,18 @@ class CollectiveSpy(TorchDispatchMode):
             return original(memory, flat)
 
         return started
+
+    def _opened(self) -> Any:
+        original = Opening.__init__
+
+        def opened(opening: Opening, group: ReplicaGroup, *args: Any, **kwargs: Any) -> None:
+            before = self.calls.copy(), self.ops.copy()
+            original(opening, group, *args, **kwargs)
+            if not group.host_reads_are_free:
+                self.calls, self.ops = before
+                self.openings += 1
+
+        return opened
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

@@ -16,7 +16,7 @@ from tests.support.logs import log_lines
 from tests.support.sampling import Learner, Numbers, ValHookLearner, loader
 from tests.support.trainers import ddp, lean, ranks, trainer
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 def _strategy(kind, options):

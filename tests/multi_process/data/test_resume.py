@@ -15,7 +15,7 @@ from tests.support.sampling import (
 )
 from tests.support.trainers import ddp, ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 EPOCHS, GLOBAL = 3, 6
 

@@ -29,7 +29,7 @@ from tests.support.parity import (
 from tests.support.ranks import RankError, both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy, KernelSpy
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 def bn_net() -> nn.Module:
@@ -46,7 +46,7 @@ def everyone(value):
 
 def _statistics(rank, world_size, reduce):
     module = seeded(bn_net)
-    keeper = BufferKeeper(module, ReplicaGroup.create(torch.device("cpu")), "lazy", reduce)
+    keeper = BufferKeeper(module, ReplicaGroup.create(torch.get_default_device()), "lazy", reduce)
     with Harness(module, keeper=keeper) as harness:
         for step in range(3):
             torch.manual_seed(10 * step + rank)
@@ -324,7 +324,7 @@ def test_control_a_buffer_of_checkpoints_that_grows_on_one_rank_is_an_error():
 
 def _no_host_read(rank, world_size):
     module = seeded(lambda: nn.Sequential(Codebook("data"), nn.BatchNorm1d(8)).double())
-    group = ReplicaGroup.create(torch.device("cpu"), host_reads_are_free=False)
+    group = ReplicaGroup.create(torch.get_default_device(), host_reads_are_free=False)
     keeper = BufferKeeper(module, group)
     with KernelSpy() as spy:
         keeper.before_step()

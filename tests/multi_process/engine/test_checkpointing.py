@@ -15,7 +15,7 @@ from tests.support.nets import data, net
 from tests.support.parity import Harness, assert_equal_on_all_ranks, check, grads, seeded
 from tests.support.ranks import both_worlds, run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 # b11. ddp: "marked ready twice" for re-entrant checkpoints that share layers and for inner backwards.

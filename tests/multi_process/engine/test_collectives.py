@@ -19,7 +19,7 @@ from tests.support.parity import Harness, seeded
 from tests.support.ranks import both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 def conv_net() -> nn.Module:
@@ -170,6 +170,7 @@ def _threads_and_a_fallback(rank, world_size, interfaces):
     return seen, value.tolist(), objects, other.tolist()
 
 
+@pytest.mark.cpu_only("about gloo's threads")
 @pytest.mark.parametrize("interfaces", ["", "lo", "lo,lo"])
 def test_gradients_have_a_gloo_group_with_enough_threads(interfaces):
     devices = max(1, len(interfaces.split(",")))

@@ -26,7 +26,7 @@ from tests.support.parity import (
 from tests.support.ranks import both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy, storage_bytes
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 # c19. ddp(find_unused_parameters=True): walks the graph after every forward, and hides dead layers.

@@ -24,7 +24,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import both_worlds, run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 # c25. ddp: warns that "grad strides do not match bucket view strides" and copies twice.
@@ -124,7 +124,7 @@ def _start(rank, world_size, how):
             module.maybe.weight = module.first.weight
         elif how == "buffer":
             module.register_buffer("extra", torch.ones(2))
-    group = ReplicaGroup.create(torch.device("cpu"))
+    group = ReplicaGroup.create(torch.get_default_device())
     if how == "equal":
         with torch.no_grad():
             for p in module.parameters():

@@ -24,7 +24,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import RankError, both_worlds, run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 # a01. ddp: hooks only what was trainable at the start; what is unfrozen later stays local, silently.

@@ -108,7 +108,9 @@ def _accumulate(rank, world_size):
                     5,
                     12,
                     dtype=torch.float64,
-                    generator=torch.Generator().manual_seed(100 * window + 10 * micro + rank),
+                    generator=torch.Generator(torch.get_default_device()).manual_seed(
+                        100 * window + 10 * micro + rank
+                    ),
                 )
                 plain(x).square().mean().backward()
                 loss = module(x).square().mean()

@@ -23,7 +23,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import both_worlds, run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 OPTIONS = LayoutOptions(cap_bytes=9000, first_bytes=5000, last_bytes=5000)
 
 

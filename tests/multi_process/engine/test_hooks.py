@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.wires.comm_hook import CommHookWire
 from lightning_dp.errors import ConfigError
+from tests.support import grounds
 from tests.support.nets import Wide, power_sgd
 from tests.support.parity import (
     Harness,
@@ -32,7 +33,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import both_worlds, run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 OPTIONS = LayoutOptions(cap_bytes=9000, first_bytes=5000, last_bytes=5000)
 
 
@@ -149,7 +150,7 @@ def _heals(rank, world_size, heal):
     """A loss scaler's overflow must not stay in PowerSGD's error for ever."""
     module = seeded(Wide)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler(grounds.CURRENT.device_type, init_scale=4.0)
     skipped = []
     with Harness(
         module,
@@ -225,5 +226,6 @@ def _refused(rank, world_size):
                 CommHookWire(harness.group, powerSGD_hook.batched_powerSGD_hook, None, wrap)
 
 
+@pytest.mark.cpu_only("NCCL can send what these hooks gather")
 def test_b15_hooks_that_cannot_work_are_refused_with_the_reason():
     run_ranks(_refused, 2)

@@ -13,7 +13,7 @@ from tests.support.parity import Harness, assert_equal_on_all_ranks, seeded
 from tests.support.ranks import both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy, KernelSpy
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 def net() -> nn.Module:
@@ -68,6 +68,7 @@ def test_the_first_difference_is_named_on_every_rank(world_size):
     assert all("requires_grad" in each["frozen"] for each in found)
 
 
+@pytest.mark.cpu_only("starts no rank")
 def test_digest_sees_what_an_exclusive_or_does_not():
     def digest(tensor):
         return digest_of([tensor], torch.device("cpu"))
@@ -87,6 +88,7 @@ def test_digest_sees_what_an_exclusive_or_does_not():
     assert len(seen) == 5
 
 
+@pytest.mark.cpu_only("starts no rank")
 def test_the_proof_costs_a_few_kernels_for_each_64_mib_whatever_the_number_of_parameters():
     def kernels(tensors):
         with KernelSpy() as spy:

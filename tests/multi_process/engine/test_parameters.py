@@ -18,6 +18,7 @@ from lightning_dp.engine.replicas import start as replicas
 from lightning_dp.engine.replicas.packing import plain_parts
 from lightning_dp.errors import ConfigError, ReplicaMismatchError
 from lightning_dp.step.optimizer_groups import OptimizerGroups
+from tests.support import grounds
 from tests.support.nets import data
 from tests.support.parity import (
     SMALL,
@@ -182,9 +183,9 @@ def _refused(rank, world_size):
     lazy = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
     meta = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     sharded = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(grounds.CURRENT.device_type, (world_size,))
     sharded[1].weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Replicate()]))
-    group = ReplicaGroup.create(torch.device("cpu"))
+    group = ReplicaGroup.create(torch.get_default_device())
     for module, what in ((lazy, "lazy"), (meta, "meta"), (sharded, "DTensor")):
         with pytest.raises(ConfigError, match=what) as caught:
             replicas.synchronize(module, group)
@@ -288,7 +289,7 @@ def _every_kind(rank, world_size, as_parameter):
             setattr(module, key, nn.Parameter(tensor, requires_grad=False))
         else:
             module.register_buffer(key, tensor)
-    left_alone = replicas.synchronize(module, ReplicaGroup.create(torch.device("cpu")))
+    left_alone = replicas.synchronize(module, ReplicaGroup.create(torch.get_default_device()))
     assert left_alone == ALONE
     wanted = as_stored(0)
     for name in mine.keys() - ALONE:
@@ -314,7 +315,7 @@ def _stored_otherwise(rank, world_size):
     codes = torch.zeros(2, dtype=torch.int8 if rank == 0 else torch.int16)
     module.base = nn.Parameter(Codes(codes, torch.ones(())), requires_grad=False)
     with pytest.raises(ReplicaMismatchError, match=r"base.*stored_as.*int8.*int16"):
-        replicas.synchronize(module, ReplicaGroup.create(torch.device("cpu")))
+        replicas.synchronize(module, ReplicaGroup.create(torch.get_default_device()))
 
 
 def test_a_subclass_that_is_stored_otherwise_on_a_rank_is_named():
@@ -322,7 +323,7 @@ def test_a_subclass_that_is_stored_otherwise_on_a_rank_is_named():
 
 
 def _setup_cost(rank, world_size):
-    group = ReplicaGroup.create(torch.device("cpu"))
+    group = ReplicaGroup.create(torch.get_default_device())
     seconds = {}
     for size in (400, 3200):
         module = nn.ParameterList(
@@ -351,6 +352,7 @@ class Counted(list):
         return super().__iter__()
 
 
+@pytest.mark.cpu_only("starts no rank")
 def test_the_optimizer_of_a_parameter_is_looked_up():
     first, second = [nn.ParameterList(torch.ones(2) for _ in range(50)) for _ in range(2)]
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (first, second)]
@@ -369,6 +371,7 @@ def test_the_optimizer_of_a_parameter_is_looked_up():
     assert not groups.have_grown()
 
 
+@pytest.mark.cpu_only("starts no rank")
 def test_devices_are_compared_with_their_number():
     assert is_on(torch.ones(1), torch.device("cpu"))
     first = torch.ones(1, device="meta")

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.errors import NonFiniteGradientError
+from tests.support import grounds
 from tests.support.modules import Base
 from tests.support.parity import (
     Harness,
@@ -143,11 +144,13 @@ def test_half_precision_sums_do_not_overflow(world_size):
 
 
 class CPUScaler(MixedPrecision):
-    """``16-mixed`` with a scaler that works on a CPU."""
+    """``16-mixed`` with a scaler that works on a CPU too."""
 
     def __init__(self, scale):
-        super().__init__("bf16-mixed", "cpu")
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+        super().__init__("bf16-mixed", grounds.CURRENT.device_type)
+        self.scaler = torch.amp.GradScaler(
+            grounds.CURRENT.device_type, init_scale=scale, growth_interval=1000
+        )
         self.precision = "16-mixed"
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import grounds
 from tests.support.nets import data, net
 from tests.support.parity import (
     Harness,
@@ -19,7 +20,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import both_worlds, run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 # a07. ddp: averages ranks, not tokens: a rank with few tokens weighs as much as one with many.
@@ -64,7 +65,7 @@ def _scaler(rank, world_size, bad):
     module = seeded(net).float()
     plain = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(grounds.CURRENT.device_type, init_scale=1024.0, growth_interval=2)
     scales, weights = [], []
     with Harness(module) as harness:
         for index in range(4):
@@ -101,6 +102,7 @@ def _max_drops_nan(rank, world_size):
     return found.item(), mean.item()
 
 
+@pytest.mark.cpu_only("a fact about gloo")
 def test_a08_control_a_maximum_would_lose_the_nan():
     for found, mean in run_ranks(_max_drops_nan, 2):
         assert found == 1.0

@@ -16,7 +16,7 @@ from tests.support.parity import (
 from tests.support.ranks import both_worlds, run_ranks
 from tests.support.spies import CollectiveSpy
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 class Sparse(nn.Module):
@@ -73,7 +73,13 @@ def _sparse_adam(rank, world_size):
         ]
         for index in range(4):
             batches = [
-                torch.randint(30, (4, 3), generator=torch.Generator().manual_seed(10 * index + r))
+                torch.randint(
+                    30,
+                    (4, 3),
+                    generator=torch.Generator(torch.get_default_device()).manual_seed(
+                        10 * index + r
+                    ),
+                )
                 for r in range(world_size)
             ]
             for m, optimizer in pairs:

@@ -11,7 +11,7 @@ from lightning_dp.engine.plan.retune import TUNE_AT
 from tests.support.parity import check
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 MIB = 2**20
 
 

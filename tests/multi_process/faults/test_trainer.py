@@ -17,7 +17,7 @@ from tests.support.ranks import RankError, run_ranks
 from tests.support.sampling import Numbers, ValHookLearner
 from tests.support.trainers import free_port, lean, ranks, trainer
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 class Failing(ValHookLearner):
@@ -245,6 +245,7 @@ SLURM = {
     ],
     ids=["slurm", "stale LOCAL_RANK", "nested", "pytest"],
 )
+@pytest.mark.cpu_only("reads variables")
 def test_an_environment_that_cannot_work_is_refused_at_once(variables, devices, says):
     message, seconds = run_ranks(_environment, 1, variables, devices, init_process_group=False)[0]
     for part in says:
@@ -297,6 +298,7 @@ def _alone(rank, world_size, root):
     return made.global_step, seen, changed - {"PL_GLOBAL_SEED"}
 
 
+@pytest.mark.cpu_only("starts a Trainer of its own")
 def test_a_world_of_one_has_no_watch_and_no_store(tmp_path):
     steps, seen, changed = run_ranks(_alone, 1, tmp_path, init_process_group=False)[0]
     assert steps == 2

@@ -16,7 +16,7 @@ from tests.support.ranks import RankError
 from tests.support.trainers import ddp, lean, ranks, trainer
 from tests.support.windows import InOrder, Tokens, Unit, fit_tokens, make_rows
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 def _unit(rank, world_size, port, batches, window, strategy, options, epochs=1):

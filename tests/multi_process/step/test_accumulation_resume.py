@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.support.trainers import lean, ranks, trainer
 from tests.support.windows import Tokens, fit_tokens, make_rows
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 class SavesInside(pl.Callback):

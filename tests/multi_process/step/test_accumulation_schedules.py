@@ -9,11 +9,12 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
 from lightning_dp.errors import ConfigError
+from tests.support import grounds
 from tests.support.logs import log_lines
 from tests.support.trainers import lean, ranks, trainer
 from tests.support.windows import InOrder, Tokens, Unit, make_rows
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 LIGHTNINGS = pl.Trainer.estimated_stepping_batches
 
 
@@ -106,7 +107,8 @@ def _skipped(rank, world_size, port):
             return [optimizer], [{"scheduler": self.scheduler, "interval": "step"}]
 
     module = Overflows()
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    device = grounds.CURRENT.device_type
+    plugin = MixedPrecision("16-mixed", device, scaler=torch.amp.GradScaler(device, init_scale=4.0))
     t = trainer(world_size, port, lean(), plugins=[plugin])
     t.fit(module, DataLoader(torch.zeros(4 * world_size, 1), batch_size=1))
     return module.scheduler.last_epoch

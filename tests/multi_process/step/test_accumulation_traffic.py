@@ -13,7 +13,7 @@ from tests.support.spies import CollectiveSpy
 from tests.support.trainers import lean, ranks, trainer
 from tests.support.windows import InOrder, Tokens, fit_tokens, make_rows
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 class Manual(pl.LightningModule):

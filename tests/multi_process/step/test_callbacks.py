@@ -21,7 +21,7 @@ from tests.support.parity import assert_equal_on_all_ranks
 from tests.support.ranks import RankError
 from tests.support.trainers import Rows, ddp, lean, ranks, trainer
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 class Net(pl.LightningModule):

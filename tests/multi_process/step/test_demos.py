@@ -16,7 +16,7 @@ from lightning_dp.demos.digits import DigitsModule
 from tests.support.parity import assert_equal_on_all_ranks
 from tests.support.trainers import lean, ranks, trainer
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 STEPS = 100
 
 HOOKS = {

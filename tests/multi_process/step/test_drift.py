@@ -14,7 +14,7 @@ from lightning_dp.errors import ReplicaMismatchError
 from tests.support.modules import Base
 from tests.support.trainers import Rows, lean, ranks, trainer
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 class Plateau(Base):

@@ -24,7 +24,7 @@ from tests.support.parity import as_bytes, assert_equal_on_all_ranks
 from tests.support.ranks import RankError
 from tests.support.trainers import fit, lean, ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 class Wide(Base):

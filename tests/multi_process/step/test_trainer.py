@@ -15,7 +15,7 @@ from tests.support.parity import assert_equal_on_all_ranks
 from tests.support.ranks import RankError, both_worlds
 from tests.support.trainers import ddp, fit, ranks, same_weights
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 # a01. ddp: BackboneFinetuning trains another backbone on each rank, silently.

@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import LeanDDPStrategy
+from tests.support import grounds
 from tests.support.parity import assert_equal_on_all_ranks
 from tests.support.ranks import RankError, run_ranks
 from tests.support.trainers import ddp, lean, ranks, trainer
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 class Net(pl.LightningModule):
@@ -176,7 +177,7 @@ def test_precision_plugins(precision, dtype):
 
 
 def _scaler(rank, world_size, port):
-    """fp16 autocast with a gradient scaler on the CPU; one rank overflows in its second step."""
+    """fp16 autocast with a gradient scaler; one rank overflows in its second step."""
     from lightning.pytorch.plugins import MixedPrecision
 
     class Overflows(Net):
@@ -185,8 +186,8 @@ def _scaler(rank, world_size, port):
             return loss * float("inf") if batch_idx == 1 and rank == 1 else loss
 
     module = Overflows()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    scaler = torch.amp.GradScaler(grounds.CURRENT.device_type, init_scale=2.0**10)
+    plugin = MixedPrecision("16-mixed", grounds.CURRENT.device_type, scaler=scaler)
     strategy = lean()
     scales, skipped = [], []
 

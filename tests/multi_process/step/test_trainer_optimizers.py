@@ -14,7 +14,7 @@ from tests.support.ranks import both_worlds
 from tests.support.spies import CollectiveSpy
 from tests.support.trainers import fit, lean, ranks, same_weights
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 # Several optimizers, LBFGS, a synchronised BatchNorm, refusals.

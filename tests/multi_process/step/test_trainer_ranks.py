@@ -14,7 +14,7 @@ from tests.support.parity import assert_equal_on_all_ranks
 from tests.support.ranks import both_worlds
 from tests.support.trainers import Rows, fit, lean, ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
 
 
 # b16. ddp: ignores hooks on a CPU, silently.
