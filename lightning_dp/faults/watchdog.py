@@ -165,9 +165,7 @@ class Watchdog:
             self._exit(record.headline(), record.exit_code)
         if waited > self._grace_s and not self._cut:
             self._cut = True
-            self._sockets.close_all()
-            for group in self._groups():
-                group.abort()  # ends NCCL's collectives; gloo's have lost their connections
+            end_collectives(self._groups(), self._sockets.close_all)
         if record.rank != rank:  # its own Ctrl+C is raised as soon as it looks
             self._interrupter.fire(lambda: record.to_error(rank, world_size))
 
@@ -249,3 +247,18 @@ class _Silent(FailureChannel):
 
 def _brief(error: BaseException) -> str:
     return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+
+
+def end_collectives(groups: Sequence[dist.ProcessGroup], cut_sockets: Callable[[], Any]) -> None:
+    """Break the collectives that this rank may be blocked in. Local.
+
+    NCCL's are aborted first: one that loses its connections ends the whole process, before the error
+    could be told. gloo's end with their connections.
+    """
+    nccl = [group for group in groups if "nccl" in dist.get_backend(group)]
+    for group in nccl:
+        group.abort()
+    cut_sockets()
+    for group in groups:
+        if group not in nccl:
+            group.abort()

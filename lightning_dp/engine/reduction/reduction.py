@@ -12,6 +12,7 @@ flight is touched; the fact travels in the control block and every rank raises.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lightning_dp.engine.reduction.finite import FiniteCheck
 from lightning_dp.engine.reduction.opening import Opening, raise_mismatch
 from lightning_dp.engine.reduction.parts import Outcome, Parts
 from lightning_dp.engine.reduction.sparse import reduce_sparse
+from lightning_dp.engine.reduction.streams import gradient_streams
 from lightning_dp.engine.reduction.timing import ReductionTimes, now
 from lightning_dp.engine.waiting import interruptible_wait
 from lightning_dp.engine.wires.wire import InFlight
@@ -101,6 +103,7 @@ class Reduction:
         self.launched = 0
         self.in_flight: list[tuple[Bucket, InFlight]] = []
         self._factor = parts.wire.predivide_factor
+        self._streams = gradient_streams(parts.group.device)
         self._finite = FiniteCheck(self._factor) if check_finite else None
         self._zero_bad = zero_bad
         self._late: list[Slot] = []
@@ -157,6 +160,8 @@ class Reduction:
         """One gradient has arrived. The hot path: called once per parameter and backward."""
         if self.arrivals is not None:
             self.arrivals[slot.index] = now()
+        if self._streams is not None:
+            self._streams.arrived()
         nested = graph_task_id() != self.task
         if slot.reduction == self.number:
             self._fired_again(slot)
@@ -207,10 +212,11 @@ class Reduction:
         """
         bucket = self.sequence[self.launched]
         self.launched += 1
-        copies.copy_in(bucket, self.number, self._factor, empty=empty)
-        weight = self.parts.window.weight
-        if isinstance(weight, Tensor):
-            bucket.grads.masked_fill_(weight == 0, 0.0)  # a mean over nothing may be NaN
+        with self._streams.joined() if self._streams is not None else nullcontext():
+            copies.copy_in(bucket, self.number, self._factor, empty=empty)
+            weight = self.parts.window.weight
+            if isinstance(weight, Tensor):
+                bucket.grads.masked_fill_(weight == 0, 0.0)  # a mean over nothing may be NaN
         if self._finite is not None and not empty:
             self._finite.look(bucket)
         if control is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from lightning_dp.engine.control import Reading
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reduction import reduction as reductions
 from lightning_dp.engine.reduction.reduction import Reduction
+from lightning_dp.engine.reduction.streams import GradientStreams
 from lightning_dp.engine.replicas.digest import check_replicas
+from lightning_dp.faults.watchdog import end_collectives
 from tests.support import parity
 from tests.support.fake_device import FakeDevice, FakeNCCL, FakeWork
 from tests.support.modules import Base
@@ -139,6 +143,72 @@ def out_of_order(rank):
 def test_a_planted_fault_is_found(fault: Callable[[int], None], found):
     with pytest.raises(RankError, match=found):
         run_ranks(_train, 2, fault)
+
+
+# Gradients that were made on several streams ([Note: streams] in engine/reduction/streams.py).
+
+
+class FakeStream:
+    """Records what it is told to wait for."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def wait_stream(self, other):
+        self.calls.append(f"{self.name} waits for {other.name}")
+
+
+def _streams(rank, world_size, joins):
+    """Half of a module's gradients come on a stream of their own; return what was recorded."""
+    calls = []
+    main, side = FakeStream("main", calls), FakeStream("side", calls)
+    current = [main]
+    reductions.gradient_streams = lambda _: GradientStreams(lambda: current[0])
+    ready, copy_in = Reduction.gradient_ready, reductions.copies.copy_in
+
+    def on_its_stream(self, slot):
+        current[0] = side if slot.name[0] in "23" else main
+        ready(self, slot)
+        current[0] = main
+
+    Reduction.gradient_ready = on_its_stream
+    reductions.copies.copy_in = lambda *a, **k: (calls.append("copy"), copy_in(*a, **k))
+    if not joins:
+        GradientStreams.joined = lambda self: nullcontext()
+    group = ReplicaGroup.create(torch.get_default_device(), alone=True)
+    with Harness(seeded(net), group=group) as harness:
+        for _ in range(2):
+            calls.clear()
+            harness.module.zero_grad()
+            harness.backward(harness.module(data()).sum())
+    return calls
+
+
+def keeps_order(calls):
+    """Whether each copy on the main stream stands between two waits for and of the other one."""
+    copies = [place for place, call in enumerate(calls) if call == "copy"]
+    around = [(calls[max(0, at - 1)], calls[min(at + 1, len(calls) - 1)]) for at in copies]
+    return ("main waits for side", "side waits for main") in around
+
+
+def test_a_bucket_is_filled_when_the_streams_of_its_gradients_are_done():
+    assert keeps_order(run_ranks(_streams, 1, True)[0])
+
+
+def test_control_a_bucket_that_waits_for_no_stream_is_seen():
+    assert not keeps_order(run_ranks(_streams, 1, False)[0])
+
+
+def test_nccl_is_aborted_before_sockets_are_cut(monkeypatch):
+    calls = []
+    groups = [
+        mock.Mock(backend=name) for name in ("lean_gloo", "nccl", "gloo", "cpu:gloo,cuda:nccl")
+    ]
+    for group in groups:
+        group.abort = lambda group=group: calls.append(group.backend)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: group.backend)
+    end_collectives(groups, lambda: calls.append("cut"))
+    assert calls == ["nccl", "cpu:gloo,cuda:nccl", "cut", "lean_gloo", "gloo"]
 
 
 # A world of one with its reduction forced: the whole path on a single device.
