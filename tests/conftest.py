@@ -97,6 +97,19 @@ def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     _on(request.param, monkeypatch)
 
 
+@pytest.fixture
+def on_ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test where its mark says: on several GPUs, else on one, in a world of one."""
+    several = request.node.get_closest_marker("multi_gpu") is not None
+    monkeypatch.setattr(grounds, "CURRENT", grounds.MULTI_GPU if several else grounds.ALONE)
+
+
+@pytest.fixture(params=grounds.params())
+def gpu_ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``ground``, without the CPU."""
+    _on(request.param, monkeypatch)
+
+
 @pytest.fixture(params=grounds.params(group=False, shared_memory=True))
 def each_wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``ground``; on the CPU twice: over the process group, and through shared memory."""

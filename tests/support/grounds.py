@@ -79,6 +79,8 @@ class Ground:
 CPU = Ground("cpu")
 GPU = Ground("gpu", gpus=0.5)
 MULTI_GPU = Ground("multi_gpu", "nccl", gpus=1)
+# A world of one: NCCL's and the streams' logic on a single device.
+ALONE = Ground("gpu", "nccl", gpus=1)
 # Where ranks are started; set by the fixtures.
 CURRENT = CPU
 
