@@ -155,7 +155,11 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
         """Take over what rank 0 left. Its file of weights is our own: tensors of any class may be in it."""
         io = self._strategy.checkpoint_io
-        undo = patched(io, "load_checkpoint", partial(io.load_checkpoint, map_location="cpu", weights_only=False))
+        undo = patched(
+            io,
+            "load_checkpoint",
+            partial(io.load_checkpoint, map_location="cpu", weights_only=False),
+        )
         try:
             super()._recover_results_in_main_process(worker_output, trainer)
         finally:
