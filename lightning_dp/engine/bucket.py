@@ -140,6 +140,7 @@ class Bucket:
         self.numel = offset + len(self.slots) + (CONTROL_SIZE if self.carries_control else 0)
         self.strides = [_strides(slot.param) for slot in self.slots]
         self.shapes = [slot.param.shape for slot in self.slots]
+        self.slots_numel = sum(slot.numel for slot in self.slots)
         ends = zip(self.offsets, self.slots, [*self.offsets[1:], self.grad_numel], strict=True)
         self.gaps = [
             (begin + slot.numel, end) for begin, slot, end in ends if begin + slot.numel < end

@@ -77,13 +77,14 @@ def copy_in(bucket: Bucket, reduction: int, factor: float, *, empty: bool = Fals
                 bucket.unused.append(position)
         else:
             if grad is not slot.grad_view:
+                plain = slot.grad_view is not None and not slot.is_complex and not grad.is_sparse
                 targets.append(view)
-                sources.append(_source(slot, grad, view))
+                sources.append(grad if plain else _source(slot, grad))
             if factor != 1.0 and position < bucket.early_slots:
                 late.append(view)
         slot.param.grad = None
     if targets:
-        torch._foreach_copy_(targets, sources)
+        _copy(bucket, targets, sources)
     if factor != 1.0:
         bucket.not_early.mul_(factor)
         for view in late:
@@ -93,14 +94,22 @@ def copy_in(bucket: Bucket, reduction: int, factor: float, *, empty: bool = Fals
         bucket.flags[position] = 0
 
 
-def _source(slot: Slot, grad: Tensor, view: Tensor) -> Tensor:
-    """Return what is copied into ``view``; keep a gradient of another dtype to give its memory back."""
+def _copy(bucket: Bucket, targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy all at once; a gradient of another shape than its place would be broadcast, or raise unnamed."""
+    whole = len(targets) == len(bucket.slots)
+    if not whole or sum(map(Tensor.numel, sources)) != bucket.slots_numel:
+        for view, source in zip(targets, sources, strict=True):
+            if source.shape != view.shape:
+                slot = next(slot for slot in bucket.slots if slot.view is view)
+                raise changed_shape(slot, view.shape)
+    torch._foreach_copy_(targets, sources)
+
+
+def _source(slot: Slot, grad: Tensor) -> Tensor:
+    """Return what is copied in; keep a gradient of another dtype, so that its memory can be used again."""
     if slot.grad_view is None and not grad.is_sparse:
         slot.local_grad = grad
-    source = _real_and_dense(grad) if slot.is_complex or grad.is_sparse else grad
-    if source.shape != view.shape:
-        raise changed_shape(slot, view.shape)
-    return source
+    return _real_and_dense(grad) if slot.is_complex or grad.is_sparse else grad
 
 
 def _real_and_dense(grad: Tensor) -> Tensor:
