@@ -128,7 +128,7 @@ def run_draw(drawn: Draw, rank: int, group: ReplicaGroup) -> None:
     plain = copy.deepcopy(module)
     if drawn.tensor_hooks:
         plain = drawn.make()  # a copy has no hooks
-    options = LayoutOptions(*drawn.caps, drawn.reduce_dtype)
+    options = LayoutOptions(*drawn.caps, drawn.reduce_dtype, drawn.tune)
     bits: list[bytes | bool] = []
     with Harness(
         module,

@@ -126,6 +126,7 @@ class Draw:
         frozen_late: ... from its last micro-batch on, after the others gave it gradients.
         frozen_on: The rank on which alone a quarter of the parameters is frozen in the last window.
         tensor_hooks: Users' hooks on parameters, which double a gradient.
+        tune: Buckets are cut anew after a few reductions.
     """
 
     seed: int
@@ -144,6 +145,7 @@ class Draw:
     frozen_late: list[list[bool]] = field(default_factory=list)
     frozen_on: int | None = None
     tensor_hooks: bool = False
+    tune: bool = False
 
     def make(self) -> DrawnNet:
         """The module, the same on every rank."""
@@ -191,10 +193,11 @@ def draw(seed: int, world_size: int) -> Draw:
         deferred=random_.random() < 0.5,
         frozen_on=random_.randrange(world_size) if random_.random() < 0.2 else None,
         tensor_hooks=random_.random() < 0.2,
+        tune=random_.random() < 0.3,
     )
     result.every = not result.weighted and random_.random() < 0.2
     result.frozen.append([False] * QUARTERS)  # something must be trainable at the start
-    for _ in range(random_.randint(2, 4)):
+    for _ in range(random_.randint(2, 5)):
         result.frozen.append([random_.random() < 0.2 for _ in range(QUARTERS)])
         result.frozen_late.append([random_.random() < 0.05 for _ in range(QUARTERS)])
         # In mid-window it is only known of a backward that the strategy runs.

@@ -224,7 +224,10 @@ class Reducer:
                     times.begin,
                     times.backward_end,
                 )
-            self._passed -= reduction.live
+            if self._passed:
+                waiting = {slot.name for slot in self.registry.unplanned()}
+                left = self._passed - reduction.live
+                self._passed = frozenset(p for p in left if isinstance(p, int) or p in waiting)
             if outcome.new_buckets or reduction.arrivals is not None:
                 self._known = {reduction.partition: live(self.layout, reduction.partition)}
         except BaseException:
@@ -248,6 +251,7 @@ class Reducer:
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
+        self._passed = frozenset()
         self._parts.supervision.failed(error)
         reduction.give_up(error)
         self.window.reset()
