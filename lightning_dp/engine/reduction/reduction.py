@@ -330,9 +330,12 @@ class Reduction:
         return new and not _has_failed(control)
 
     def _profile(self, unplanned: Sequence[Slot], error: str | None = None) -> Profile:
+        # Outside of a backward nothing fired: what has a gradient then stands for the order of arrival.
+        present = [slot for slot in reversed(unplanned) if slot.param.grad is not None]
+        fired = [slot for slot in self._fired.values() if not slot.planned] or present
         return Profile(
             trainable=[slot.index for slot in unplanned],
-            fired=list(self._fired),
+            fired=[slot.index for slot in fired],
             repeated=sorted(self._repeated),
             nested=sorted(self._nested),
             sparse=[
