@@ -63,9 +63,6 @@ def plan(args: argparse.Namespace) -> list[Stage]:
     Raises:
         ValueError: The stop lies behind the end of the epoch.
     """
-    from torch.utils.data import DataLoader
-
-    from lightning_dp.data.eval_batches import EvalBatches
     from lightning_dp.data.loader import LoaderParts, Shard
     from lightning_dp.data.share import Cursor
     from lightning_dp.data.train_batches import TrainBatches
@@ -81,9 +78,6 @@ def plan(args: argparse.Namespace) -> list[Stage]:
         raise ValueError(f"--stop-after must be from 0 to {len(before[0])}, the batches of a rank")
     over = args.stop_after == len(before[0])
     after = train(args.then_ranks, before[0].cursor_after(args.epoch, args.stop_after))
-    shards = [Shard(rank, args.then_ranks, args.seed) for rank in range(args.then_ranks)]
-    plain: DataLoader[Any] = DataLoader(range(args.samples), batch_size=args.batch)  # type: ignore[arg-type]
-    evaluation = [EvalBatches(LoaderParts.of(plain), shard) for shard in shards]
     rest = "nothing is left of the epoch" if over else "the rest of the same order"
     then = f"{args.then_ranks} rank(s)"
     first = Stage(
@@ -98,11 +92,19 @@ def plan(args: argparse.Namespace) -> list[Stage]:
             after[0].first_batch,
             frozenset(first.counts()),
         ),
-        Stage(
-            f"evaluation on {then}: each sample once, equal steps",
-            [list(each) for each in evaluation],
-        ),
+        Stage(f"evaluation on {then}: each sample once, equal steps", _evaluation(args)),
     ]
+
+
+def _evaluation(args: argparse.Namespace) -> list[list[list[int]]]:
+    from torch.utils.data import DataLoader
+
+    from lightning_dp.data.eval_batches import EvalBatches
+    from lightning_dp.data.loader import LoaderParts, Shard
+
+    plain: DataLoader[Any] = DataLoader(range(args.samples), batch_size=args.batch)  # type: ignore[arg-type]
+    shards = [Shard(rank, args.then_ranks, args.seed) for rank in range(args.then_ranks)]
+    return [list(EvalBatches(LoaderParts.of(plain), shard)) for shard in shards]
 
 
 def draw(stages: Sequence[Stage], samples: int, path: Path) -> None:
