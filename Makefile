@@ -2,6 +2,8 @@
 # make test    style, types and all tests
 # make check   style, types and the tests that start no process
 # make bench   side-by-side measurements (see benchmarks/)
+# make test-gpu    the tests that need GPUs; those that this machine cannot run are counted
+# make bench-gpu   step times beside ddp, one GPU a rank: make bench-gpu GPUS=8
 # make clean   remove what the other targets made, the environment included
 #
 # The first call makes .venv and installs into it; later calls start at once.
@@ -10,10 +12,11 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+GPUS   ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: train test check lint bench install clean
+.PHONY: train test test-gpu check lint bench bench-gpu install clean
 .DEFAULT_GOAL := train
 
 install: $(STAMP)
@@ -38,11 +41,17 @@ lint: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
 
+test-gpu: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu or multi_gpu" $(ARGS)
+
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.step_time --device cuda --ranks $(GPUS) --steps 50 $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info outputs multirun lightning_logs

@@ -39,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parser().parse_args(list(arguments))
     with tempfile.TemporaryDirectory(prefix="lean-ddp-smoke-") as folder:
-        findings = smoke(Path(folder), options.ranks, options.backend, options.seconds)
+        backend = "nccl" if options.accelerator == "gpu" else options.backend
+        findings = smoke(Path(folder), options.ranks, backend, options.seconds)
     return report(findings, as_json=options.json)
 
 
@@ -54,6 +55,12 @@ def parser() -> argparse.ArgumentParser:
         choices=("gloo", "nccl"),
         default="gloo",
         help="gloo for CPUs, nccl for one GPU a rank (default: %(default)s)",
+    )
+    made.add_argument(
+        "--accelerator",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="gpu: one GPU a rank, over nccl (default: %(default)s)",
     )
     made.add_argument(
         "--seconds",

@@ -203,6 +203,13 @@ class TestSmoke:
         assert where in failures(findings)[0].what
         assert why in findings[-1].what
 
+    def test_on_gpus_it_runs_over_nccl(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(smoke, "smoke", lambda folder, *rest: asked.append(rest) or [])
+        for options in ([], ["--accelerator", "gpu", "-n", "8"]):
+            smoke.main(options)
+        assert asked == [(2, "gloo", 120.0), (8, "nccl", 120.0)]
+
     def test_one_that_hangs_is_ended(self, tmp_path, monkeypatch):
         monkeypatch.setenv(smoke_run.FAULT_VARIABLE, "1:all-reduce:hang")
         findings = smoke.smoke(tmp_path, 2, "gloo", 15)
