@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.support import grounds
 from tests.support.logs import log_lines
 from tests.support.ranks import RankError
 from tests.support.trainers import ddp, lean, ranks, trainer
@@ -137,8 +138,9 @@ def test_a_window_in_which_nothing_counts_changes_nothing_and_is_said_once(finit
         assert result[1] == [False, True, True, False]
     assert first[2] == pytest.approx(second[2], nan_ok=True)
     assert [loss == loss for loss in first[2]] == [True, False, False, True]
-    (said,) = first[3]
-    assert "step 1:" in said
+    if grounds.CURRENT is grounds.CPU:  # a GPU's host does not wait to learn what a weight on it is
+        (said,) = first[3]
+        assert "step 1:" in said
     assert second[3] == []
 
 

@@ -170,6 +170,7 @@ def test_post_local_sgd_averages_gradients_then_parameters():
     assert ranks(_local_sgd, 2, True) == [together] * 2
 
 
+@pytest.mark.cpu_only("ranks that share a GPU appear as hosts")
 def test_post_local_sgd_on_one_machine_averages_in_every_step():
     assert ranks(_local_sgd, 2, False) == [[True] * 12] * 2
 
