@@ -127,6 +127,16 @@ class Bucket:
         self.ready = 0.0  # when the last gradient arrived
         self.unused: list[int] = []  # positions without a local gradient, set at launch
         self.flat: Tensor | None = None
+        self.strides = [_strides(slot.param) for slot in self.slots]
+        self.shapes = [slot.param.shape for slot in self.slots]
+        self.same_dtype = [_real_dtype(slot.param.dtype) == dtype for slot in self.slots]
+        self._give_places()
+        # New memory means new views, which cost a call each: worth it where they cover much.
+        self.worth_releasing = self.nbytes >= RELEASE_BYTES * len(self.slots)
+
+    def _give_places(self) -> None:
+        """Work out where in the bucket's memory each slot, the flags and the control block lie."""
+        dtype = self.dtype
         align = max(1, ALIGN_BYTES // dtype.itemsize)
         self.offsets: list[int] = []
         offset = 0
@@ -138,17 +148,12 @@ class Bucket:
         self.early_numel = [*self.offsets, offset][self.early_slots]
         self.carries_control = dtype in (torch.float32, torch.float64)
         self.numel = offset + len(self.slots) + (CONTROL_SIZE if self.carries_control else 0)
-        self.strides = [_strides(slot.param) for slot in self.slots]
-        self.shapes = [slot.param.shape for slot in self.slots]
         self.slots_numel = sum(slot.numel for slot in self.slots)
         ends = zip(self.offsets, self.slots, [*self.offsets[1:], self.grad_numel], strict=True)
         self.gaps = [
             (begin + slot.numel, end) for begin, slot, end in ends if begin + slot.numel < end
         ]
         self.gaps.append((self.grad_numel, self.numel))
-        # New memory means new views, which cost a call each: worth it where they cover much.
-        self.worth_releasing = self.nbytes >= RELEASE_BYTES * len(self.slots)
-        self.same_dtype = [_real_dtype(slot.param.dtype) == dtype for slot in self.slots]
 
     @property
     def nbytes(self) -> int:
