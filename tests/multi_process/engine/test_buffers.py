@@ -230,7 +230,8 @@ def _evaluation_changes(rank, world_size):
         harness.keeper.refresh()
         harness.backward(module(data(6)))
         module.mask.data.add_(1)
-        harness.backward(module(data(6)))
+        for _ in range(1 if harness.group.host_reads_are_free else 3):  # a GPU's host reads later
+            harness.backward(module(data(6)))
         assert harness.keeper._each_step == ["mask"]
         harness.before_step()
         assert_equal_on_all_ranks({"mask": module.mask})
