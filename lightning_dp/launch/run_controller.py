@@ -173,7 +173,13 @@ class RunController:
     def supervision(self) -> Supervision:
         """What the engine says to this class."""
         guard, stop = self._guard, self._call.stop
-        return Supervision(guard.publish, self.waiting, lambda: stop.local_stop, stop.agree)
+        return Supervision(
+            guard.publish,
+            self.waiting,
+            lambda: stop.local_stop,
+            stop.agree,
+            guard.sockets.recording,
+        )
 
     def evaluation_starts(self) -> None:
         """A validation, test or prediction begins. Collective: none."""

@@ -99,13 +99,14 @@ class StepDriver:
         if trainer is not None:
             self.windows.attach(trainer)  # before optimizers: a schedule may ask how many steps
         if self.group is None:
-            self.group = ReplicaGroup.create(
-                device,
-                self.timeout,
-                host_reads_are_free=self.host_reads_are_free,
-                alone=self.reduces_alone,
-                waiting=supervision.waiting,
-            )
+            with supervision.connecting():
+                self.group = ReplicaGroup.create(
+                    device,
+                    self.timeout,
+                    host_reads_are_free=self.host_reads_are_free,
+                    alone=self.reduces_alone,
+                    waiting=supervision.waiting,
+                )
         self._left_alone = start.synchronize(module, self.group)
 
     def attach(self, optimizers: Sequence[Optimizer], trainer: pl.Trainer) -> None:

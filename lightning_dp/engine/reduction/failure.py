@@ -49,12 +49,15 @@ class Supervision:
         waiting: Registers a wait by what is waited for, so that a stall is explained and a deadlock proven.
         asked_to_stop: Whether this rank was asked to stop; read once a batch, sent with its gradients.
         stopped: All ranks know that one of them was asked to stop.
+        connecting: Around the making of process groups: what was connected in it can be cut later, so that
+            nothing waits in it for ever.
     """
 
     failed: Callable[[BaseException], None] = _ignore
     waiting: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
     asked_to_stop: Callable[[], bool] = bool
     stopped: Callable[[], None] = _ignore
+    connecting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 def bounded_wait(works: Sequence[Any]) -> bool:
