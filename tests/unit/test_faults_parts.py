@@ -382,7 +382,7 @@ def test_what_the_engine_waits_for_begins_when_it_is_first_seen():
     assert first.number == 3
     with waits.waiting("a barrier"):
         assert waits.look().what == "a barrier"
-        assert waits.report()["begun"] == {"collectives": 1, "gradients": 3}
+        assert waits.report()["begun"] == {"collectives": 1, "gradients": 3, "openings": 0}
     engine[0] = EngineWait(3)
     assert waits.look() is None
     assert waits.report()["what"] == ""
