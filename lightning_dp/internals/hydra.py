@@ -8,9 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+# How many of a started rank's overrides, the last ones, are values that rank 0 drew.
+PINNED_VARIABLE = "LEAN_DDP_PINNED"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +24,7 @@ class HydraJob:
 
     Attributes:
         config_flags: --config-path, --config-name and --config-dir as given.
-        task_overrides: This job's own, the sweep's values among them.
+        task_overrides: This job's own, the sweep's values among them; not what rank 0 drew.
         hydra_overrides: As given; those that are not about a job are left out for other ranks.
         output_dir: The job's folder.
         cwd: The working directory at the start.
@@ -61,9 +66,10 @@ def hydra_job() -> HydraJob | None:
     paths = ("job.num", "job.id", "job.name", "sweep.dir", "sweep.subdir")
     settings = [(f"hydra.{path}", found) for path in paths if (found := value(path)) is not None]
     sweeps = value("mode") == "RunMode.MULTIRUN"
+    overrides = tuple(map(str, cfg.overrides.task))
     return HydraJob(
         config_flags=_hydra_flags(sys.argv[1:]),
-        task_overrides=tuple(map(str, cfg.overrides.task)),
+        task_overrides=overrides[: len(overrides) - int(os.environ.get(PINNED_VARIABLE, "0"))],
         hydra_overrides=tuple(map(str, cfg.overrides.hydra)),
         output_dir=str(cfg.runtime.output_dir),
         cwd=str(cfg.runtime.cwd),
@@ -90,6 +96,60 @@ def _hydra_flags(arguments: list[str]) -> tuple[str, ...]:
         return tuple(argument for argument in arguments if argument.startswith(long))
 
 
+def _of_run_job(name: str) -> Any:
+    """A local of Hydra's function that runs the job; None without one."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "run_job":
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or frame.f_globals.get("__name__") != "hydra.core.utils":
+        return None
+    return frame.f_locals.get(name)
+
+
+# A resolver by name. OmegaConf's own and Hydra's give all ranks of a job the same, or what is a rank's own.
+_RESOLVER = re.compile(r"\$\{\s*(?!(?:oc\.\w+|hydra)\s*:)([A-Za-z_][\w.]*)\s*:")
+
+
+def pin_drawn_values() -> dict[str, Any]:
+    """Give the job's config for good what its resolvers drew: times and random numbers.
+
+    Such a resolver would give each rank a value of its own. ``${now:}`` keeps its first value, since it is
+    registered with a cache. One without a cache that gives two values when it is asked twice has a new one
+    at each read: it is pinned to the last. Any other gives the same everywhere, and is left alone.
+
+    Returns:
+        The values by key, for ranks that compose the config themselves. Empty outside of a Hydra job.
+    """
+    config = _of_run_job("task_cfg")
+    if config is None:
+        return {}
+    from omegaconf import OmegaConf, open_dict, read_write
+
+    def plain(value: Any) -> Any:
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+    pinned = {}
+    for key, text in _texts(OmegaConf.to_container(config, resolve=False)):
+        names = _RESOLVER.findall(text)
+        with contextlib.suppress(Exception):  # a key that cannot be resolved is the reader's error
+            first, second = (plain(OmegaConf.select(config, key)) if names else None for _ in "ab")
+            if first != second or not OmegaConf.get_cache(config).keys().isdisjoint(names):
+                pinned[key] = second
+    with read_write(config), open_dict(config):
+        for key, value in pinned.items():
+            OmegaConf.update(config, key, value, merge=False)
+    return pinned
+
+
+def _texts(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What a config's values are written as, by key; a list is one value."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _texts(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(node, str | list):
+        yield prefix, str(node)
+
+
 def one_line(text: str) -> BaseException:
     """An error of which Hydra prints ``text`` and no traceback."""
     from hydra.errors import CompactHydraException
@@ -106,12 +166,7 @@ def on_hydra_job_end(act: Callable[[BaseException | None], BaseException | None]
     Returns:
         Whether it was registered.
     """
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "run_job":
-        frame = frame.f_back  # type: ignore[assignment]
-    if frame is None or frame.f_globals.get("__name__") != "hydra.core.utils":
-        return False
-    listening = getattr(frame.f_locals.get("callbacks"), "callbacks", None)
+    listening = getattr(_of_run_job("callbacks"), "callbacks", None)
     if not isinstance(listening, list):
         return False
     callbacks: list[Any] = listening

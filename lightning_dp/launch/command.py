@@ -13,7 +13,8 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lightning_dp.errors import LaunchError
 from lightning_dp.internals.hydra import HydraJob
@@ -60,7 +61,11 @@ class Program:
 
 
 def child_command(
-    program: Program, job: HydraJob | None, local_rank: int, executable: str = sys.executable
+    program: Program,
+    job: HydraJob | None,
+    local_rank: int,
+    executable: str = sys.executable,
+    pinned: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """The command that starts local rank ``local_rank``.
 
@@ -69,6 +74,7 @@ def child_command(
         job: The Hydra job that runs here, if any.
         local_rank: Its number on this machine.
         executable: The interpreter.
+        pinned: Values of the job's config that the rank must not draw itself, by key.
 
     Raises:
         LaunchError: The program cannot be started again.
@@ -96,6 +102,7 @@ def child_command(
         *job.task_overrides,
         *kept,
         *own,
+        *(f"{key}={_value(value)}" for key, value in (pinned or {}).items()),
     ]
 
 
@@ -139,6 +146,17 @@ def quote(text: str) -> str:
     text = re.sub(r"(\\+)$", r"\1\1", text)
     text = text.replace("${", r"\${")
     return f"'{text}'"
+
+
+def _value(value: Any) -> str:
+    """A plain value in Hydra's grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{quote(str(k))}:{_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_value, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value) if isinstance(value, int | float) else quote(str(value))
 
 
 def _named(arguments: Sequence[str]) -> tuple[int, str]:

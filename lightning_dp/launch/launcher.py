@@ -138,11 +138,14 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
             WORLD_SIZE=str(self._wanted),
         )
         os.environ[PID_VARIABLE] = str(os.getpid())
+        pinned = hydra_seams.pin_drawn_values()
         for local_rank in range(1, self.num_processes):
             rank = node * self.num_processes + local_rank
-            env = {**os.environ, "LOCAL_RANK": str(local_rank), "RANK": str(rank)}
+            own = {"LOCAL_RANK": local_rank, "RANK": rank, hydra_seams.PINNED_VARIABLE: len(pinned)}
+            env = {**os.environ, **{name: str(value) for name, value in own.items()}}
             cwd = hydra_job.cwd if hydra_job is not None else program.cwd
-            job.children.start(rank, child_command(program, hydra_job, local_rank), env, cwd)
+            command = child_command(program, hydra_job, local_rank, pinned=pinned)
+            job.children.start(rank, command, env, cwd)
 
 
 @rank_zero_only

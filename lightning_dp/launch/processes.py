@@ -20,6 +20,7 @@ from lightning_dp.faults.liveness import die_with_parent
 from lightning_dp.faults.peers import describe_exit
 from lightning_dp.faults.record import FailureRecord
 from lightning_dp.faults.store import Store
+from lightning_dp.internals import hydra as hydra_seams
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals.patch import patched
 from lightning_dp.launch import exit_code
@@ -70,6 +71,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         Collective: none; the calling process is no rank.
         """
         exit_code.arm()
+        hydra_seams.pin_drawn_values()
         grace_s = self._call.options.error_grace_s
         with _ending_processes(grace_s), self._environment() as store, self._forwarding():
             try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 
 import lightning_dp
+
+OmegaConf.register_new_resolver("draw", lambda: random.SystemRandom().randrange(10**9))
 
 ConfigStore.instance().store(
     group="hydra/sweeper",
@@ -33,6 +36,9 @@ ConfigStore.instance().store(
         "how": "raise",
         "strategy": "lean_ddp",
         "note": "it's ${foo}",
+        "started": "${now:%H-%M-%S-%f}",
+        "drawn": "run ${draw:}",
+        "inside": {"seeds": [1, "${draw:}"], "again": "${drawn}"},
     },
 )
 
