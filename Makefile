@@ -13,6 +13,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 GPUS   ?= 2
+JOBS   ?= 3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -37,9 +38,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# One thread a rank: several ranks share few cores, and results do not depend on their number.
+# One thread a rank: several ranks share few cores, and results do not depend on their number. Most tests wait more
+# than they compute, for ranks that start or end, so a few run at a time: make JOBS=0 test for one after the other.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu or multi_gpu" $(ARGS)

@@ -18,8 +18,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from tests.support import grounds, hosts, parity
 
-_NOT_RUN = pytest.StashKey[str]()  # why, on an item
-_ITEMS = pytest.StashKey[list[pytest.Item]]()
 # Libraries set these once per process, and they are harmless to later tests.
 _ENV_ALLOWED = {
     "KMP_DUPLICATE_LIB_OK",
@@ -48,8 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (mark := item.get_closest_marker("library")) and not _imports(mark.args[0]):
             reason = reason or f"{mark.args[0]} is not installed"
         if reason:
-            item.add_marker(pytest.mark.skip(reason=f"not run: {reason}"))
-            item.stash[_NOT_RUN] = reason
+            item.add_marker(pytest.mark.skip(reason=f"not run: {_place(item)} ({reason})"))
+
+
+def _place(item: pytest.Item) -> str:
+    names = ("multi_gpu", "gpu", "hosts", "library")
+    return next(name for name in names if item.get_closest_marker(name))
 
 
 @cache
@@ -60,30 +62,20 @@ def _imports(name: str) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was not run: how many by ground and reason, by name where such tests were asked for."""
+    """Say what was not run: how many by place and reason, by name where such tests were asked for.
+
+    Read from the reports: workers collect and run the tests, and this process gets their reports.
+    """
     options = terminalreporter.config.option
-    named = options.markexpr or options.verbose > 0 or options.collectonly
+    named = options.markexpr or options.verbose > 0
     counts: Counter[str] = Counter()
-    for item in terminalreporter.config.stash.get(_ITEMS, []):
-        if (reason := item.stash.get(_NOT_RUN, None)) is None:
-            continue
-        ground = next(
-            name
-            for name in ("multi_gpu", "gpu", "hosts", "library")
-            if item.get_closest_marker(name)
-        )
-        counts[f"{ground} ({reason})"] += 1
-        if named:
-            terminalreporter.write_line(f"not run: {item.nodeid} ({reason})")
     for report in terminalreporter.stats.get("skipped", []):
-        if "not run: " not in (reason := str(report.longrepr[-1])):
-            terminalreporter.write_line(f"{reason}: {report.nodeid}")
+        what = str(report.longrepr[-1]).removeprefix("Skipped: ")
+        counts[what if "not run: " in what else f"{what}: {report.nodeid}"] += 1
+        if named and "not run: " in what:
+            terminalreporter.write_line(f"{what}: {report.nodeid}")
     for what, count in sorted(counts.items()):
-        terminalreporter.write_line(f"not run: {count} tests on {what}")
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    session.config.stash[_ITEMS] = session.items
+        terminalreporter.write_line(f"{what}: {count} tests" if "not run: " in what else what)
 
 
 def _on(place: tuple[grounds.Ground, bool], monkeypatch: pytest.MonkeyPatch) -> bool:
