@@ -41,3 +41,19 @@ def _checked(name: str, original: Any, check: Callable[[str], None]) -> Any:
         return original(*args, **kwargs)
 
     return call
+
+
+def group_set_aside() -> Callable[[], None]:
+    """Be without a default process group of several ranks: metrics and loggers take this process for alone.
+
+    Its ranks need not do the same, and nothing in it ends. Falls back to leaving it where it is.
+
+    Returns:
+        Undoes it.
+    """
+    group = dist.group.WORLD if dist.is_initialized() else None
+    update = getattr(dist.distributed_c10d, "_update_default_pg", None)
+    if update is None or group is None or group.size() == 1:
+        return lambda: None
+    update(None)
+    return lambda: update(group)

@@ -6,6 +6,7 @@ has gone, and a test of both.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -13,9 +14,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies import launchers as _launchers
 from lightning.pytorch.utilities import exceptions as _exceptions
 
+from lightning_dp.internals.collectives import group_set_aside
 from lightning_dp.internals.patch import all_of, patched
 
 if TYPE_CHECKING:
@@ -68,6 +71,31 @@ def is_agreed_end(error: BaseException) -> bool:
     """Whether all ranks end this way together: a tuner that has seen enough."""
     kind = getattr(_exceptions, "_TunerExitException", None)
     return kind is not None and isinstance(error, kind)
+
+
+def one_device_is_alone() -> None:
+    """Let a Trainer of one device, after a run on several ranks, leave the group of that run out of it.
+
+    The program may be at that place on one rank only, and metrics would wait in the group for all. It holds
+    for the rest of the process, and may be called again.
+    """
+    cls = SingleDeviceStrategy
+    if hasattr(cls, "_lean_ddp_alone"):
+        return
+    setup, teardown = cls.setup_environment, cls.teardown
+
+    @functools.wraps(setup)
+    def alone(self: Any) -> None:
+        self._lean_ddp_restore = group_set_aside()
+        setup(self)
+
+    @functools.wraps(teardown)
+    def together(self: Any) -> None:
+        teardown(self)
+        vars(self).pop("_lean_ddp_restore", lambda: None)()
+
+    cls.setup_environment, cls.teardown = alone, together  # type: ignore[method-assign]
+    cls._lean_ddp_alone = True  # type: ignore[attr-defined]
 
 
 # -- Signals

@@ -115,6 +115,7 @@ class RunController:
         compare_members(met.members, job.rank)
         self._guard.sockets.spared_port = hosted.port
         if not dist.is_initialized():
+            run_seams.one_device_is_alone()
             store = with_prefix("group", met.store)
             with self._guard.sockets.recording():
                 self._make_group(strategy, store, met.rank, met.world_size)

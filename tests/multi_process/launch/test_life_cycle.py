@@ -3,8 +3,10 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torchmetrics import MeanMetric
 
 import lightning_dp
 from tests.support.programs import ROOT, python, run_program
@@ -74,3 +76,38 @@ def _resume_or_start(rank, world_size, port, handled):
 def test_fit_where_an_error_is_handled_makes_buffers_equal(handled):
     results = ranks(_resume_or_start, 2, handled)
     assert results[0] == results[1] != 0
+
+
+class Measured(Learner):
+    """Logs a metric that meets the other ranks wherever there is a group."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def test_step(self, batch, batch_idx):
+        self.mean(batch["i"].float())
+        self.log("mean", self.mean, on_epoch=True)
+
+
+def _one_device_on_rank_0(rank, world_size, port):
+    module = Measured()
+    batch = {"x": torch.ones(4, dtype=torch.float64), "y": torch.ones(1, dtype=torch.float64)}
+    loader = torch.utils.data.DataLoader([{**batch, "i": torch.tensor(i)} for i in range(7)])
+    found = []
+    for _ in range(2):
+        trainer(world_size, port, strategy=lean(), max_steps=2).fit(module, loader)
+        if rank == 0:
+            with pytest.MonkeyPatch.context() as alone:
+                alone.delenv("WORLD_SIZE", raising=False)
+                one = pl.Trainer(
+                    accelerator="cpu", devices=1, logger=False, enable_progress_bar=False
+                )
+                found.append(one.test(module, loader, verbose=False)[0]["mean"])
+        assert dist.get_world_size() == world_size, "the group is there again"
+    return found
+
+
+@pytest.mark.multi_process
+def test_one_device_after_two_on_one_rank_only_and_two_again():
+    assert ranks(_one_device_on_rank_0, 2) == [[3.0, 3.0], []]
