@@ -1,15 +1,20 @@
 """Data-parallel training for PyTorch Lightning: ``Trainer(strategy="lean_ddp")``.
 
-The names are registered when Lightning is imported, before this or after it; Lightning and torch are not
-imported for it. So ``lean-ddp --help``, which needs neither, answers at once.
+The names are registered in ``lightning.pytorch`` and in ``pytorch_lightning`` when these are imported,
+before this or after it; neither of them nor torch is imported for it. So ``lean-ddp --help``, which needs
+none, answers at once.
 """
 
 import importlib
 import sys
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning_dp.registration import names, namespaces
+from lightning_dp.errors import ConfigError
+from lightning_dp.internals import binding
+from lightning_dp.registration import names
+from lightning_dp.registration.after_import import after_import
 
 if TYPE_CHECKING:
     from lightning_dp.measure.monitor import LeanDDPMonitor
@@ -48,17 +53,29 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _strategy(**arguments: Any) -> "LeanDDPStrategy":
-    """What the registry holds until somebody imports the class, which then takes this place."""
+def _strategy(package: str, **arguments: Any) -> "LeanDDPStrategy":
+    """What a registry holds until the class is imported, which then takes this place in its own package."""
+    binding.bind(package, "a Trainer that asked for lean_ddp by name")
     from lightning_dp.strategy import LeanDDPStrategy
 
     return LeanDDPStrategy(**arguments)
 
 
-def _register(strategies: ModuleType) -> None:
-    loaded = sys.modules.get("lightning_dp.strategy")
-    names.register(strategies.StrategyRegistry, getattr(loaded, "LeanDDPStrategy", _strategy))
+def _register(package: str, strategies: ModuleType) -> None:
+    loaded = getattr(sys.modules.get("lightning_dp.strategy"), "LeanDDPStrategy", None)
+    ours = loaded is not None and binding.bound().package == package
+    strategy = loaded if loaded is not None and ours else partial(_strategy, package)
+    names.register(strategies.StrategyRegistry, strategy)
 
 
-namespaces.after_import("lightning.pytorch.strategies", _register)
-namespaces.explain(names.NAMES)
+def _not_for_fabric(**_: Any) -> None:
+    raise ConfigError(binding.FABRIC)
+
+
+def _refuse_in_fabric(strategies: ModuleType) -> None:
+    names.register(strategies.STRATEGY_REGISTRY, _not_for_fabric)
+
+
+for _package, _trainer in binding.TRAINERS.items():
+    after_import(f"{_trainer}.strategies", partial(_register, _package))
+    after_import(f"{binding.FABRICS[_package]}.strategies", _refuse_in_fabric)

@@ -29,12 +29,15 @@ from typing import (
 )
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dp.errors import ConfigError, some_names
+from lightning_dp.internals.lightning import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    Precision,
+)
 
 P = ParamSpec("P")
 

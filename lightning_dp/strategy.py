@@ -9,12 +9,9 @@ import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,18 +21,23 @@ from lightning_dp.engine.reduction.timing import ReductionTimes
 from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.internals.binding import refuse_other_owner
+from lightning_dp.internals.lightning import (
+    CheckpointIO,
+    DDPStrategy,
+    StrategyRegistry,
+    TrainerFn,
+    pl,
+)
 from lightning_dp.internals.stacks import logged_name
 from lightning_dp.launch.run_controller import RunController
 from lightning_dp.measure.stats import StepStats, step_stats
 from lightning_dp.options import Options, refuse_unknown, takes
-from lightning_dp.registration import names, namespaces
+from lightning_dp.registration import names
 from lightning_dp.step.batch_plan import batch_plan, check_micro
 from lightning_dp.step.best_paths import compare_best_paths
 from lightning_dp.step.driver import StepDriver
 from lightning_dp.step.layer_sync import CPULayerSync
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 
 class LeanDDPStrategy(DDPStrategy):
@@ -406,7 +408,8 @@ class LeanDDPStrategy(DDPStrategy):
     # Names
 
     def __repr__(self) -> str:
-        return namespaces.describe(self)
+        refuse_other_owner()
+        return super().__repr__()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_dp.app.parsing import advice, nearest
 from lightning_dp.errors import ConfigError
+from lightning_dp.internals import binding
 
 # What a YAML scalar can be. An annotation that allows anything else is left to its owner.
 _SCALARS: tuple[type, ...] = (bool, int, float, str, type(None))
@@ -34,7 +35,7 @@ def check_arguments(cfg: DictConfig) -> None:
             is given a number where it wants text, or the other way round; or a batch would be empty,
             there would be fewer than no workers, or the seed is not one.
     """
-    for path, node in _targets(cfg, ""):
+    for path, node in targets(cfg):
         _check_node(path, node)
     for key, least in (("data.batch_size", 1), ("data.num_workers", 0)):
         value = OmegaConf.select(cfg, key)
@@ -45,23 +46,24 @@ def check_arguments(cfg: DictConfig) -> None:
         raise ConfigError(f"seed must be null or a whole number from 0 to 2**32 - 1, not {seed!r}.")
 
 
-def _targets(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
+def targets(node: Any, path: str = "") -> Iterator[tuple[str, DictConfig]]:
+    """Yield every node of a config that has a ``_target_``, with its path."""
     if isinstance(node, DictConfig):
         if node.get("_target_") is not None:
             yield path, node
         # An interpolated node is checked where it is defined; a missing value is Hydra's to report.
         for key in map(str, node):
             if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
-                yield from _targets(node[key], f"{path}.{key}" if path else key)
+                yield from targets(node[key], f"{path}.{key}" if path else key)
     elif isinstance(node, ListConfig):
         for index, item in enumerate(node):
-            yield from _targets(item, f"{path}[{index}]")
+            yield from targets(item, f"{path}[{index}]")
 
 
 def _check_node(path: str, node: DictConfig) -> None:
     name = str(node["_target_"])
     try:
-        target = get_object(name)
+        target = get_object(binding.translated(name))
     except Exception as error:
         raise ConfigError(
             f"{path}._target_: {name!r} cannot be imported. Give the full dotted name of a"

@@ -19,9 +19,16 @@ from packaging.version import Version
 
 from lightning_dp.app.findings import Finding, add_json_option, judged, report
 from lightning_dp.app.parsing import positive
-from lightning_dp.errors import LaunchError
-from lightning_dp.launch.environment import PID_VARIABLE, Placement, check_placement
+from lightning_dp.errors import ConfigError, LaunchError
+from lightning_dp.internals import binding
+from lightning_dp.launch.environment import (
+    PID_VARIABLE,
+    Placement,
+    check_placement,
+    started_by_srun,
+)
 
+LIGHTNINGS = tuple(name.replace("_", "-") for name in binding.TRAINERS)
 # Releases that stole credentials (GHSA-w37p-236h-pfx3), of either package.
 MALICIOUS = ("2.6.2", "2.6.3")
 MIN_SHM_MB = 256
@@ -69,6 +76,7 @@ def examine(environment: Mapping[str, str], devices: int, num_nodes: int) -> Ite
     """
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "versions": check_versions,
+        "binding": lambda: check_binding(environment),
         "devices": check_devices,
         "launch": lambda: check_launch(environment, devices, num_nodes),
         "network": lambda: check_network(environment),
@@ -86,22 +94,42 @@ def check_versions() -> Iterator[Finding]:
     python = f"python {platform.python_version()} on {platform.system()}"
     yield judged(os.name == "posix", python, "use Linux or macOS", "warn")
     for requirement in map(Requirement, metadata.requires("lightning_dp") or ()):
-        if requirement.marker is None:
+        if requirement.marker is None and requirement.name not in LIGHTNINGS:
             version = _version(requirement.name)
             fits = version is not None and Version(version).base_version in requirement.specifier
             what = f"{requirement.name} {version or 'is missing'}"
             what += "" if fits or version is None else f" is not {requirement.specifier}"
             yield judged(fits, what, f"pip install '{requirement}'")
-    for name in ("lightning", "pytorch-lightning"):
-        if _version(name) in MALICIOUS:
+    for name in LIGHTNINGS:
+        if (version := _version(name)) in MALICIOUS:
             yield Finding(
                 "FAIL",
-                f"{name} {_version(name)} is a malicious release (GHSA-w37p-236h-pfx3)",
+                f"{name} {version} is a malicious release (GHSA-w37p-236h-pfx3)",
                 f"pip install '{name}!={',!='.join(MALICIOUS)}', then replace every credential that was"
                 " readable on this machine",
             )
-    if beside := _version("pytorch-lightning"):
-        yield Finding("ok", f"pytorch-lightning {beside}, which comes with lightning")
+        elif version is not None:
+            wrong = "" if (fits := binding.is_supported(version)) else f" is not {binding.VERSIONS}"
+            yield judged(
+                fits, f"{name} {version}{wrong}", f"pip install '{name}{binding.VERSIONS}'"
+            )
+
+
+def check_binding(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Which of Lightning's packages a program's ``LeanDDPStrategy`` would belong to."""
+    try:
+        package = binding.TRAINERS[binding.bound().package]
+    except ConfigError as error:
+        what, _, fix = str(error).removeprefix("[lean_ddp] ").partition(" Fix: ")
+        yield Finding("FAIL", what, fix)
+        return
+    if given := environment.get(binding.VARIABLE):
+        why = f"{binding.VARIABLE}={given}"
+    elif len(binding.installed()) == 1:
+        why = "the only one installed"
+    else:
+        why = f"unless pytorch_lightning is used first, or {binding.VARIABLE} names it"
+    yield Finding("ok", f"lean_ddp belongs to {package}: {why}")
 
 
 def _version(name: str) -> str | None:
@@ -150,10 +178,9 @@ def _placement(environment: Mapping[str, str], devices: int, num_nodes: int) -> 
     """What Lightning would find in ``environment``."""
     kind, external = "lightning", "LOCAL_RANK" in environment
     rank, size = "LOCAL_RANK", ""  # Lightning's own environment believes the Trainer
-    interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
     if "TORCHELASTIC_RUN_ID" in environment:
         kind, external, size = "torchrun", True, "WORLD_SIZE"
-    elif "SLURM_NTASKS" in environment and not interactive:
+    elif started_by_srun(environment):
         kind, external, rank, size = "slurm", True, "SLURM_LOCALID", "SLURM_NTASKS"
     return Placement(
         kind=kind,

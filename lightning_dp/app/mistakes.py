@@ -14,6 +14,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_dp.app.parsing import advice, nearest
 from lightning_dp.errors import ConfigError, LaunchError
+from lightning_dp.internals.binding import FABRICS
 
 T = TypeVar("T")
 _NO_KEY = re.compile(r"Could not (override|delete from config\.) '([^'@]+)'")
@@ -32,16 +33,17 @@ def explained(task: Callable[[DictConfig], T]) -> Callable[[DictConfig], T]:
         except OmegaConfBaseException as error:
             # Without a cause: Hydra would print OmegaConf's text a second time.
             raise CompactHydraException(f"{type(error).__name__}: {error}") from None
-        except (ConfigError, LaunchError, _of_lightning()) as error:
+        except _that_explain_themselves() as error:
             raise CompactHydraException(f"{type(error).__name__}: {error}") from error
 
     return wrapper
 
 
-def _of_lightning() -> type[Exception]:
-    """Lightning's error that says what to change. Lightning is not imported to find out."""
-    module = sys.modules.get("lightning.fabric.utilities.exceptions")
-    return getattr(module, "MisconfigurationException", ConfigError)
+def _that_explain_themselves() -> tuple[type[Exception], ...]:
+    """Our errors and Lightning's that say what to change. Lightning is not imported to find out."""
+    modules = [sys.modules.get(f"{name}.utilities.exceptions") for name in FABRICS.values()]
+    theirs = [module.MisconfigurationException for module in modules if module is not None]
+    return (ConfigError, LaunchError, *theirs)
 
 
 def explain(

@@ -16,6 +16,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from lightning_dp.launch.environment import started_by_srun
+
 # Names a run whatever started it: the same value on all ranks and in every restart.
 RUN_ID_VARIABLE = "LEAN_DDP_RUN_ID"
 STORE_KEY = "lightning_dp/run_dir"
@@ -38,7 +40,7 @@ def run_id(environment: Mapping[str, str]) -> str | None:
     if (elastic := environment.get("TORCHELASTIC_RUN_ID")) and elastic != "none":
         return elastic
     # In an interactive shell many runs share a job; Lightning starts the ranks there.
-    if "SLURM_JOB_ID" in environment and _started_by_srun(environment):
+    if "SLURM_JOB_ID" in environment and started_by_srun(environment):
         return f"slurm-{environment['SLURM_JOB_ID']}-{environment.get('SLURM_STEP_ID', '0')}"
     return None
 
@@ -82,16 +84,7 @@ def external_rank(environment: Mapping[str, str]) -> int:
     """This process's rank where torchrun or srun started it, else 0."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return int(environment["RANK"])
-    return int(environment["SLURM_PROCID"]) if _started_by_srun(environment) else 0
-
-
-def _started_by_srun(environment: Mapping[str, str]) -> bool:
-    """As Lightning sees it, which is not imported for an environment without SLURM."""
-    if "SLURM_NTASKS" not in environment:
-        return False
-    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-
-    return SLURMEnvironment.detect()
+    return int(environment["SLURM_PROCID"]) if started_by_srun(environment) else 0
 
 
 def _agreed(folder: str, rank: int) -> str:

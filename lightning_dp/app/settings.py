@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import lightning as L
-from hydra.utils import instantiate
-from omegaconf import DictConfig
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig, OmegaConf, read_write
 
-from lightning_dp.app.arguments import check_arguments
+from lightning_dp.app.arguments import check_arguments, targets
+from lightning_dp.internals import binding
+
+if TYPE_CHECKING:
+    from lightning_dp.internals.lightning import pl
 
 # True of every small run, and no reason to act.
 _NOISE = (
@@ -27,9 +32,9 @@ _NOISE = (
 class Parts:
     """What a run is made of, built from a config by :func:`build`."""
 
-    model: L.LightningModule
-    data: L.LightningDataModule
-    trainer: L.Trainer
+    model: pl.LightningModule
+    data: pl.LightningDataModule
+    trainer: pl.Trainer
     output_dir: Path
 
 
@@ -42,9 +47,12 @@ def build(cfg: DictConfig) -> Parts:
     Raises:
         ConfigError: See :func:`lightning_dp.app.arguments.check_arguments`.
     """
+    _follow_binding(cfg)
+    from lightning_dp.internals.lightning import pl
+
     check_arguments(cfg)
     _calm_output()
-    L.seed_everything(cfg.seed, workers=True, verbose=False)
+    pl.seed_everything(cfg.seed, workers=True, verbose=False)
     make = functools.partial(instantiate, _convert_="all")
     trainer = make(
         cfg.trainer,
@@ -59,11 +67,23 @@ def build(cfg: DictConfig) -> Parts:
     )
 
 
+def _follow_binding(cfg: DictConfig) -> None:
+    """Take Lightning's classes from the package that the model's class derives from."""
+    package, name = None, str(OmegaConf.select(cfg, "model._target_"))
+    with contextlib.suppress(Exception):  # a wrong target is told by check_arguments
+        package = binding.package_of(get_class(name))
+    if package is not None:
+        binding.bind(package, f"model._target_={name}")
+    with read_write(cfg):
+        for _, node in targets(cfg):
+            node["_target_"] = binding.translated(str(node["_target_"]))
+
+
 def _calm_output() -> None:
     """Print each line of Lightning once (under Hydra the root logger prints it too), and no adverts."""
     root = logging.getLogger()
     if root.handlers:
-        for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        for name in ("lightning", *binding.TRAINERS.values(), *binding.FABRICS.values()):
             logger = logging.getLogger(name)
             for handler in list(logger.handlers):
                 logger.removeHandler(handler)

@@ -15,13 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dp import LeanDDPStrategy
+from lightning_dp.internals.lightning import ModelCheckpoint, pl
 from lightning_dp.launch.exit_code import PREEMPTED
 
 FAULT_VARIABLE = "LEAN_DDP_SMOKE_FAULT"
@@ -37,7 +36,7 @@ def loader(ranks: int) -> DataLoader[Tensor]:
     return DataLoader(list(torch.arange(1.0, count + 1).unsqueeze(1)), batch_size=1)  # type: ignore[arg-type]
 
 
-class Line(L.LightningModule):
+class Line(pl.LightningModule):
     """One weight and one loss whose gradient is the mean of the samples.
 
     Args:
@@ -105,9 +104,9 @@ class Told:
         assert right, f"{step}: {wrong}"
 
 
-def trainer(folder: Path, ranks: int, backend: str) -> L.Trainer:
+def trainer(folder: Path, ranks: int, backend: str) -> pl.Trainer:
     """A quiet Trainer of ``ranks`` ranks that accumulates and keeps its last checkpoint."""
-    return L.Trainer(
+    return pl.Trainer(
         accelerator="cpu" if backend == "gloo" else "gpu",
         devices=ranks,
         strategy=LeanDDPStrategy(process_group_backend=backend, rendezvous_timeout_s=60.0),

@@ -19,9 +19,8 @@ from lightning_dp.app.report import draw_curves, keep_earlier_metrics, print_tab
 from lightning_dp.internals import hydra as hydra_seams
 
 if TYPE_CHECKING:
-    import lightning as L
-
     from lightning_dp.app.settings import Parts
+    from lightning_dp.internals.lightning import pl
 
 
 @explained
@@ -75,7 +74,7 @@ def _test(cfg: DictConfig, parts: Parts) -> Mapping[str, Any]:
     return {name: value for result in results for name, value in result.items()}
 
 
-def _timeline(trainer: L.Trainer) -> Mapping[str, Path]:
+def _timeline(trainer: pl.Trainer) -> Mapping[str, Path]:
     """What ``debug=timeline`` has drawn."""
     from lightning_dp import StepTimeline
 
@@ -85,7 +84,7 @@ def _timeline(trainer: L.Trainer) -> Mapping[str, Path]:
     return {}
 
 
-def _effective_batch(cfg: DictConfig, trainer: L.Trainer) -> int | str:
+def _effective_batch(cfg: DictConfig, trainer: pl.Trainer) -> int | str:
     """Samples behind one optimizer step, over all ranks."""
     batch_size = cfg.data.get("batch_size")
     if not isinstance(batch_size, int):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -21,9 +21,7 @@ from lightning_dp.data_plane.streams import prepare_stream
 from lightning_dp.errors import ConfigError, UnevenShardError
 from lightning_dp.internals import loaders as loader_seams
 from lightning_dp.internals.collectives import collectives_checked
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
+from lightning_dp.internals.lightning import pl
 
 log = logging.getLogger(__name__)
 

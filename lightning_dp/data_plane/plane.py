@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,8 @@ from lightning_dp.data_plane.training import TrainingData
 from lightning_dp.engine.group import Waiting
 from lightning_dp.internals import loaders as loader_seams
 from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.internals.lightning import pl
 from lightning_dp.options import DataOptions
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 
 class DataPlane:

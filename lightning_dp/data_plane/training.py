@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -20,9 +20,7 @@ from lightning_dp.data_plane.resume import Resume, unit_of
 from lightning_dp.data_plane.streams import prepare_stream
 from lightning_dp.internals import loaders as loader_seams
 from lightning_dp.internals import trainer as trainer_seams
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
+from lightning_dp.internals.lightning import pl
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-import lightning as L
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_dp.internals.lightning import OptimizerLRScheduler, pl
 
 VOCABULARY = 256
 Split = Literal["train", "val", "test"]
@@ -71,7 +71,7 @@ class Windows(Dataset[Tensor]):
         return self.text[start : start + self.length + 1].long()
 
 
-class BytesDataModule(L.LightningDataModule):
+class BytesDataModule(pl.LightningDataModule):
     """Windows of the library's text.
 
     Args:
@@ -146,7 +146,7 @@ class Block(nn.Module):
         return y
 
 
-class BytesModule(L.LightningModule):
+class BytesModule(pl.LightningModule):
     """A GPT over bytes.
 
     Args:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import matplotlib.pyplot as plt
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+from lightning_dp.internals.lightning import OptimizerLRScheduler, pl
 
 NUM_CLASSES = 10
 MAX_GREY = 16.0
@@ -43,7 +43,7 @@ class ShiftedDigits(Dataset[Batch]):
         return self.images[index, :, top : top + 8, left : left + 8], self.labels[index]
 
 
-class DigitsDataModule(L.LightningDataModule):
+class DigitsDataModule(pl.LightningDataModule):
     """60 % of the scans for training, 20 % for validation, 20 % for testing, all classes alike.
 
     Args:
@@ -100,7 +100,7 @@ def _block(channels_in: int, channels_out: int) -> nn.Sequential:
     )
 
 
-class DigitsModule(L.LightningModule):
+class DigitsModule(pl.LightningModule):
     """Three convolutions with BatchNorm and a linear layer; accuracy and a confusion matrix.
 
     Args:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+
+from lightning_dp.internals.lightning import TorchCheckpointIO
 
 _MARK = ".lean_ddp-"  # in the names of files that are being written
 

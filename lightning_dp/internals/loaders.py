@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning_dp.internals.lightning import overrides, pl
 from lightning_dp.internals.patch import patched
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 # -- Who gives loaders their samplers
 
@@ -43,11 +41,7 @@ def take_over_loaders(trainer: pl.Trainer) -> Callable[[], None] | None:
 
 def index_recorder() -> Callable[[Any], Any] | None:
     """What prediction writers look for around a batch sampler; ``None`` if there is no such class."""
-    try:
-        from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-    except ImportError:
-        return None
-    return _IndexBatchSamplerWrapper
+    return getattr(overrides, "_IndexBatchSamplerWrapper", None)
 
 
 def is_new_set_of_loaders(barrier_name: object) -> bool:

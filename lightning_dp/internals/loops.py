@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
+from lightning_dp.internals.lightning import Callback, SIGTERMException, TrainerFn, pl
 from lightning_dp.internals.patch import patched
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 
 def silence_per_batch_broadcast(trainer: pl.Trainer) -> Callable[[], None]:
@@ -48,8 +43,6 @@ def after_each_batch(trainer: pl.Trainer, act: Callable[[], None]) -> Callable[[
 
 
 def _callback_after_each_batch(trainer: pl.Trainer, act: Callable[[], None]) -> Callable[[], None]:
-    from lightning.pytorch.callbacks import Callback
-
     class AfterBatch(Callback):
         def on_train_batch_end(self, *_: Any, **__: Any) -> None:
             act()

@@ -11,23 +11,26 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.strategies import launchers as _launchers
-from lightning.pytorch.utilities import exceptions as _exceptions
+from typing import Any
 
 from lightning_dp.internals.collectives import group_set_aside
+from lightning_dp.internals.lightning import (
+    CheckpointIO,
+    SingleDeviceStrategy,
+    TorchCheckpointIO,
+    call,
+    distributed,
+    exceptions,
+    launchers,
+    pl,
+    wrapper,
+)
 from lightning_dp.internals.patch import all_of, patched
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 # -- Launchers. Lightning's Ctrl+C and its return values depend on these classes.
 
-ScriptLauncher: Any = getattr(_launchers, "_SubprocessScriptLauncher", object)
-ProcessLauncher: Any = getattr(_launchers, "_MultiProcessingLauncher", object)
+ScriptLauncher: Any = getattr(launchers, "_SubprocessScriptLauncher", object)
+ProcessLauncher: Any = getattr(launchers, "_MultiProcessingLauncher", object)
 
 
 def interrupt(trainer: pl.Trainer, error: BaseException) -> None:
@@ -35,8 +38,6 @@ def interrupt(trainer: pl.Trainer, error: BaseException) -> None:
 
     In a process that was forked or spawned for a rank nobody else does. Falls back to nothing.
     """
-    from lightning.pytorch.trainer import call
-
     hooks, teardown = getattr(call, "_interrupt", None), getattr(trainer, "_teardown", None)
     if hooks is not None and teardown is not None:
         hooks(trainer, error)
@@ -45,8 +46,6 @@ def interrupt(trainer: pl.Trainer, error: BaseException) -> None:
 
 def set_num_threads(num_processes: int) -> None:
     """Give each rank its share of cores, unless the user chose. Falls back to nothing."""
-    from lightning.fabric.utilities import distributed
-
     choose = getattr(distributed, "_set_num_threads_if_needed", None)
     if choose is not None:
         choose(num_processes=num_processes)
@@ -69,7 +68,7 @@ def timeout_of(strategy: Any) -> timedelta:
 
 def is_agreed_end(error: BaseException) -> bool:
     """Whether all ranks end this way together: a tuner that has seen enough."""
-    kind = getattr(_exceptions, "_TunerExitException", None)
+    kind = getattr(exceptions, "_TunerExitException", None)
     return kind is not None and isinstance(error, kind)
 
 
@@ -156,8 +155,6 @@ def checkpoint_io(strategy: Any, default: CheckpointIO) -> CheckpointIO:
 
     Without Lightning's attribute it is ``default``.
     """
-    from lightning.pytorch.plugins.io import wrapper
-
     given = getattr(strategy, "_checkpoint_io", None)
     if given is None:
         return default

@@ -8,14 +8,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
-
+from lightning_dp.internals.lightning import LayerSync, TorchSyncBatchNorm, callbacks, pl
 from lightning_dp.internals.patch import all_of, patched
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 # -- Engine
 
@@ -54,8 +50,6 @@ def called_from_here(trainer: pl.Trainer) -> Iterator[None]:
 
 def averages_weights(trainer: pl.Trainer) -> bool:
     """Whether a callback averages the module's weights and buffers while it trains (EMA, SWA)."""
-    from lightning.pytorch import callbacks
-
     kinds = tuple(
         kind
         for kind in (
@@ -212,9 +206,7 @@ def offer_no_sync(module: Any, no_sync: Callable[[], Any]) -> Callable[[], None]
 
 def accumulation_schedule(trainer: pl.Trainer) -> Callable[[int], int] | None:
     """Micro-batches a window by epoch, where a ``GradientAccumulationScheduler`` changes them."""
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler
-
     for callback in getattr(trainer, "callbacks", ()):
-        if isinstance(callback, GradientAccumulationScheduler):
+        if isinstance(callback, callbacks.GradientAccumulationScheduler):
             return callback.get_accumulate_grad_batches
     return None

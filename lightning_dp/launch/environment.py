@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lightning_dp.errors import LaunchError
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import ClusterEnvironment
+    from lightning_dp.internals.lightning import ClusterEnvironment
 
 PARENT_VARIABLE = "LEAN_DDP_PARENT"  # process number of the launcher that started this rank
 PID_VARIABLE = "LEAN_DDP_PID"  # process number of the rank that these variables were made for
@@ -24,6 +24,15 @@ _KINDS = {
     "SLURMEnvironment": "slurm",
 }
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def started_by_srun(environment: Mapping[str, str]) -> bool:
+    """Whether SLURM started this process as a rank, as Lightning sees it.
+
+    In an interactive shell many runs share a job, and Lightning starts the ranks.
+    """
+    interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    return "SLURM_NTASKS" in environment and not interactive
 
 
 @dataclasses.dataclass(frozen=True)

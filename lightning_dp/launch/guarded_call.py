@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_dp.faults.failure_guard import FailureGuard
 from lightning_dp.faults.preemption import StopRequest, signal_numbers
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.internals.lightning import pl
 from lightning_dp.launch import job as jobs
 from lightning_dp.launch import torchrun
 from lightning_dp.launch.stopping import Stopper
 from lightning_dp.launch.view import Engine, View
 from lightning_dp.options import FaultOptions
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 _AGREEMENT_TIMEOUT_S = 1800.0
 

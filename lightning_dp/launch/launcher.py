@@ -14,6 +14,7 @@ from lightning_dp.faults.record import brief_of
 from lightning_dp.internals import hydra as hydra_seams
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals.hydra import HydraJob
+from lightning_dp.internals.lightning import ClusterEnvironment, pl
 from lightning_dp.launch import exit_code
 from lightning_dp.launch import job as jobs
 from lightning_dp.launch.command import Program, check_repeatable, child_command
@@ -23,9 +24,6 @@ from lightning_dp.launch.stores import host_store
 
 if TYPE_CHECKING:
     import subprocess
-
-    import lightning.pytorch as pl
-    from lightning.fabric.plugins import ClusterEnvironment
 
 
 log = logging.getLogger(__name__)

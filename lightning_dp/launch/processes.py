@@ -9,9 +9,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from lightning_dp.engine.waiting import poll_until
@@ -20,16 +19,15 @@ from lightning_dp.faults.liveness import die_with_parent
 from lightning_dp.faults.peers import describe_exit
 from lightning_dp.faults.record import FailureRecord
 from lightning_dp.faults.store import Store
+from lightning_dp.internals import binding
 from lightning_dp.internals import hydra as hydra_seams
 from lightning_dp.internals import runs as run_seams
+from lightning_dp.internals.lightning import SIGTERMException, pl
 from lightning_dp.internals.patch import patched
 from lightning_dp.launch import exit_code
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
 from lightning_dp.launch.guarded_call import GuardedCall
 from lightning_dp.launch.stores import STORE_VARIABLE, host_store
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 FIRST_ERROR = "first error"
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
@@ -85,12 +83,15 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
     @contextlib.contextmanager
     def _environment(self) -> Iterator[Store]:
         """The store's address for the ranks; everything as before afterwards."""
-        names = (*RANK_VARIABLES, STORE_VARIABLE, PARENT_VARIABLE, PID_VARIABLE)
+        names = (*RANK_VARIABLES, STORE_VARIABLE, PARENT_VARIABLE, PID_VARIABLE, binding.VARIABLE)
         before = {name: os.environ.get(name) for name in names}
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         hosted = host_store()
         os.environ[STORE_VARIABLE] = f"127.0.0.1:{hosted.port}"
         os.environ["MASTER_PORT"] = str(hosted.port)
+        os.environ[binding.VARIABLE] = (
+            binding.bound().package
+        )  # a spawned rank imports in another order
         try:
             yield hosted.store
         finally:

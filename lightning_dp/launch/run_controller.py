@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from lightning_dp.engine.reduction.failure import Supervision
 from lightning_dp.faults.store import Store, empty_store, with_prefix
 from lightning_dp.internals import hydra as hydra_seams
 from lightning_dp.internals import runs as run_seams
+from lightning_dp.internals.lightning import DDPStrategy
 from lightning_dp.launch.environment import (
     PARENT_VARIABLE,
     Placement,
@@ -28,9 +29,6 @@ from lightning_dp.launch.rendezvous import Rendezvous, describe_this_rank, rende
 from lightning_dp.launch.stores import reach_store
 from lightning_dp.launch.view import Engine
 from lightning_dp.options import FaultOptions
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy
 
 T = TypeVar("T")
 

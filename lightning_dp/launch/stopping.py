@@ -12,21 +12,16 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dp.faults.failure_guard import FailureGuard
 from lightning_dp.faults.preemption import StopLine, StopRequest, name_of
 from lightning_dp.internals import loops as loop_seams
 from lightning_dp.internals import runs as run_seams
+from lightning_dp.internals.lightning import ModelCheckpoint, SIGTERMException, TrainerFn, pl
 from lightning_dp.launch.exit_code import PREEMPTED
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.faults.waits import OPENINGS, EngineWait
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
+from lightning_dp.internals.lightning import pl
 
 
 class Engine(Protocol):

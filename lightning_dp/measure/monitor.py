@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.pytorch.callbacks import Callback
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
+from lightning_dp.internals.lightning import Callback, pl
 
 
 class LeanDDPMonitor(Callback):

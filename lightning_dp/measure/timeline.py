@@ -6,14 +6,10 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.callbacks import Callback
+from typing import Any
 
 from lightning_dp.engine.reduction.timing import ReductionTimes
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
+from lightning_dp.internals.lightning import Callback, pl
 
 log = logging.getLogger(__name__)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.internals.lightning import pl
 from lightning_dp.step.window_state import load_window_state, window_state
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 

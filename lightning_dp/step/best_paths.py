@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
+from lightning_dp.internals.lightning import pl
 
 log = logging.getLogger(__name__)
 

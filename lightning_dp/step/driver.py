@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
 from lightning_dp.engine.wires.wire import Wire
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.autograd import split_compiled_graphs
+from lightning_dp.internals.lightning import pl
 from lightning_dp.options import EngineOptions
 from lightning_dp.step.accumulation import WindowKeeper
 from lightning_dp.step.bucket_size import layout_options
@@ -33,9 +34,6 @@ from lightning_dp.step.hook_choice import HookChoice
 from lightning_dp.step.losses import LossWeights
 from lightning_dp.step.optimizer_groups import OptimizerGroups
 from lightning_dp.step.step_watch import StepWatch
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,9 +12,7 @@ from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.wires.comm_hook import CommHookWire
 from lightning_dp.engine.wires.comm_hook_state import forget, hook_state, load_hook_state
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
+from lightning_dp.internals.lightning import pl
 
 log = logging.getLogger(__name__)
 

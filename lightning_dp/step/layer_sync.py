@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import nn
 
 from lightning_dp.engine.replicas.sync_batch_norm import revert_batch_norms, synchronize_batch_norms
+from lightning_dp.internals.lightning import LayerSync
 
 
 class CPULayerSync(LayerSync):

@@ -65,6 +65,8 @@ CALLBACKS = {"monitor", "timeline"}  # of measure/: what a user adds to a Traine
 TORCH_ONLY = {"errors", "engine", "data", "optim"}
 INTERNALS = "internals"
 TORCH_INTERNALS = "internals.autograd"  # knows torch only: the engine may ask it
+LIGHTNING = "internals.lightning"  # the only file that imports Lightning; the demos may ask it too
+LIGHTNINGS = {"lightning", "pytorch_lightning", "lightning_fabric"}
 # Names with an underscore that their owners document for everybody.
 PUBLIC = {"_exit", "_fields", "_replace", "_asdict"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 40
@@ -122,6 +124,15 @@ def refused(path: Path, unit: str, name: str) -> str | None:
     top, *rest = name.split(".")
     if top != PACKAGE and any(is_private(part) for part in rest):
         return None if unit == INTERNALS else "private names live in internals/"
+    if top in LIGHTNINGS and f"{PACKAGE}.{LIGHTNING}" != ".".join(
+        [PACKAGE, *path.with_suffix("").parts]
+    ):
+        return "only internals/lightning.py imports Lightning"
+    if name.startswith(f"{PACKAGE}.{LIGHTNING}."):
+        if unit == "measure" and path.stem not in CALLBACKS:
+            return "only callbacks speak to Lightning"
+        if unit in KNOWS_NOTHING_OF_US:
+            return None
     if top == PACKAGE:
         if unit in KNOWS_NOTHING_OF_US and rest[0] not in KNOWS_NOTHING_OF_US:
             return "the demos know nothing of us"
@@ -139,8 +150,6 @@ def refused(path: Path, unit: str, name: str) -> str | None:
         return "hydra is for the application"
     if unit in TORCH_ONLY and top not in {"torch", "__future__"} | sys.stdlib_module_names:
         return f"{unit} imports torch and the standard library only"
-    if unit == "measure" and path.stem not in CALLBACKS and "lightning" in top:
-        return "only callbacks speak to Lightning"
     return None
 
 
@@ -166,14 +175,18 @@ def write(root: Path, **files: str) -> Path:
         ("engine__bucket", "if TYPE_CHECKING:\n    from lightning_dp.strategy import X"),
         ("engine__bucket", "from lightning_dp.internals import trainer"),
         ("data__order", "from lightning_dp.engine import bucket"),
-        ("engine__bucket", "import lightning as L"),
+        ("engine__bucket", "from lightning_dp.internals.lightning import pl"),
+        ("strategy", "import lightning as L"),
+        ("internals__trainer", "from pytorch_lightning.callbacks import Callback"),
+        ("step__driver", "if TYPE_CHECKING:\n    import lightning.pytorch as pl"),
+        ("app__train", "def f():\n    from lightning_fabric import Fabric"),
         ("engine__bucket", "def f():\n    from lightning.pytorch import Trainer"),
         ("data__order", "import numpy"),
         ("data__order", "from torch._utils import _flatten_dense_tensors"),
         ("faults__record", "from ..strategy import LeanDDPStrategy"),
         ("step__driver", "from lightning_dp.data_plane.plane import DataPlane"),
         ("step__driver", "from lightning_dp.strategy import LeanDDPStrategy"),
-        ("measure__stats", "import lightning"),
+        ("measure__stats", "from lightning_dp.internals.lightning import pl"),
         ("strategy", "from lightning_dp import __version__"),
         ("strategy", "from lightning_dp.app.train import train"),
         ("strategy", "import hydra"),
@@ -195,9 +208,12 @@ def test_control_each_wrong_import_is_found(tmp_path, file, line):
         ("internals__autograd", "from torch._C import _functions"),
         (
             "faults__watch",
-            "from lightning_dp.engine.group import ReplicaGroup\nimport lightning",
+            "from lightning_dp.engine.group import ReplicaGroup\n"
+            "from lightning_dp.internals.lightning import pl",
         ),
-        ("measure__monitor", "from lightning import Callback"),
+        ("measure__monitor", "from lightning_dp.internals.lightning import Callback"),
+        ("demos__digits", "from lightning_dp.internals.lightning import pl"),
+        ("internals__lightning", "import lightning.pytorch as pl"),
         ("internals__runs", "from hydra._internal.utils import get_args_parser"),
         ("app__train", "import hydra\nfrom lightning_dp import __version__"),
     ],

@@ -1,6 +1,7 @@
 """``lean-ddp doctor``, ``smoke`` and ``conf``."""
 
 import json
+import sys
 from importlib import metadata
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from lightning_dp.app import conf_tools, doctor, smoke, smoke_run
 from lightning_dp.app.cli import main
 from lightning_dp.app.findings import Finding, report
+from lightning_dp.internals import binding
 
 PLAIN: dict[str, str] = {}
 
@@ -53,6 +55,30 @@ class TestDoctor:
         told = [finding.what for finding in findings if "lightning" in finding.what]
         assert any(f"lightning {metadata.version('lightning')}" in what for what in told)
         assert any(metadata.version("pytorch-lightning") in what for what in told[1:])
+
+    @pytest.mark.parametrize("there", [["pytorch_lightning"], ["lightning", "pytorch_lightning"]])
+    @pytest.mark.parametrize("given", [None, "pytorch_lightning"])
+    def test_the_package_is_told_with_the_reason(self, monkeypatch, there, given):
+        monkeypatch.setattr(binding, "_bound", None)
+        monkeypatch.setattr(binding, "installed", lambda: there)
+        for name in binding.TRAINERS.values():
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        environment = {binding.VARIABLE: given} if given else {}
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            (told,) = doctor.check_binding(environment)
+        package = "pytorch_lightning" if given or len(there) == 1 else "lightning.pytorch"
+        why = f"{binding.VARIABLE}=" if given else "only one" if len(there) == 1 else "unless"
+        assert (told.level, package in told.what, why in told.what) == ("ok", True, True)
+
+    def test_no_package_fails(self, monkeypatch):
+        monkeypatch.setattr(binding, "_bound", None)
+        monkeypatch.setenv(binding.VARIABLE, "pytorch_lightning")
+        monkeypatch.setattr(binding, "installed", list)
+        (told,) = doctor.check_binding({})
+        assert told.level == "FAIL"
+        assert told.fix.startswith("pip install")
 
     def test_a_version_out_of_range_fails_with_the_command_that_fixes_it(self, monkeypatch):
         monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.1")

@@ -1,12 +1,4 @@
-"""A user of ``pytorch_lightning`` is told which import to use.
-
-``lightning.pytorch`` and ``pytorch_lightning`` are two copies of one library: two registries, two families
-of classes. A strategy of one is no strategy for the other's Trainer, which says "invalid strategy name"
-and nothing more. So our names are put into the other registry too, where they raise one sentence, and
-the strategy's ``repr``, which that message shows, says the same.
-
-Neither library is imported for this: a finder waits for the module that holds the registry.
-"""
+"""Act once somebody imports a module: registries are filled without importing a library for it."""
 
 from __future__ import annotations
 
@@ -14,27 +6,8 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
-
-from lightning_dp.errors import ConfigError
-
-OTHER = "pytorch_lightning"
-ADVICE = (
-    "lean_ddp is built for lightning.pytorch, and your Trainer is pytorch_lightning's. Fix: write "
-    "'import lightning.pytorch as pl' in place of 'import pytorch_lightning as pl', everywhere."
-)
-
-
-def explain(names: Iterable[str]) -> None:
-    """Put ``names`` into ``pytorch_lightning``'s registry, now or when somebody imports it.
-
-    Args:
-        names: Under which our strategy is registered in ``lightning.pytorch``.
-    """
-    known = tuple(names)
-    after_import(f"{OTHER}.strategies", lambda module: _register(module, known))
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
@@ -50,30 +23,6 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
     for finder in waiting:
         sys.meta_path.remove(finder)
     sys.meta_path.insert(0, _AfterImport(name, act))
-
-
-def refuse(**_: Any) -> None:
-    """Stand in for the strategy in the other registry.
-
-    Raises:
-        ConfigError: Always, with the import to use.
-    """
-    raise ConfigError(f"[lean_ddp] {ADVICE}")
-
-
-def describe(strategy: object) -> str:
-    """The ``repr`` of a strategy, with the advice where the other library is loaded."""
-    plain = object.__repr__(strategy)
-    return f"{plain[:-1]}: {ADVICE}>" if OTHER in sys.modules else plain
-
-
-def _register(module: ModuleType, names: Iterable[str]) -> None:
-    registry = getattr(module, "StrategyRegistry", None)
-    if registry is None:
-        return
-    for name in names:
-        if name not in registry:
-            registry.register(name, refuse, description=ADVICE)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
