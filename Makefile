@@ -14,6 +14,8 @@ VENV   ?= .venv
 ARGS   ?=
 GPUS   ?= 2
 JOBS   ?= 3
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p tests.support.other_package \
+		-m "not gpu and not multi_gpu" $(OTHER_PACKAGE_TESTS)
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -42,6 +44,8 @@ lint: $(STAMP)
 # than they compute, for ranks that start or end, so a few run at a time: make JOBS=0 test for one after the other.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p tests.support.other_package \
+		-m "not gpu and not multi_gpu" $(OTHER_PACKAGE_TESTS)
 
 test-gpu: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu or multi_gpu" $(ARGS)
