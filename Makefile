@@ -14,8 +14,8 @@ VENV   ?= .venv
 ARGS   ?=
 GPUS   ?= 2
 JOBS   ?= 3
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p tests.support.other_package \
-		-m "not gpu and not multi_gpu" $(OTHER_PACKAGE_TESTS)
+# What the second of Lightning's packages, pytorch_lightning, is tried with, before everything is with the first.
+OTHER_PACKAGE_TESTS := $(addprefix tests/multi_process/,step/test_trainer.py step/test_trainer_fit.py data/test_loaders.py)
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -43,9 +43,9 @@ lint: $(STAMP)
 # One thread a rank: several ranks share few cores, and results do not depend on their number. Most tests wait more
 # than they compute, for ranks that start or end, so a few run at a time: make JOBS=0 test for one after the other.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p tests.support.other_package \
 		-m "not gpu and not multi_gpu" $(OTHER_PACKAGE_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu or multi_gpu" $(ARGS)
