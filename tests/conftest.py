@@ -14,6 +14,7 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from tests.support import grounds, hosts, parity
@@ -27,6 +28,11 @@ _ENV_ALLOWED = {
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
 }
+
+
+# A loaded machine is slow, and says nothing about an example.
+settings.register_profile("lean_ddp", deadline=None)
+settings.load_profile("lean_ddp")
 
 
 def pytest_configure(config: pytest.Config) -> None:
