@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{what}: {count} tests" if "not run: " in what else what)
 
 
-def _on(place: tuple[grounds.Ground, bool], monkeypatch: pytest.MonkeyPatch) -> bool:
+def _on(place: tuple[grounds.Ground, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(grounds, "CURRENT", place[0])
     return place[1]
 
@@ -108,10 +109,10 @@ def gpu_ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     _on(request.param, monkeypatch)
 
 
-@pytest.fixture(params=grounds.params(group=False, shared_memory=True))
+@pytest.fixture(params=grounds.params(**{name: name for name in parity.CONNECT}))
 def each_wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``ground``; on the CPU twice: over the process group, and through shared memory."""
-    monkeypatch.setattr(parity, "SHARED_MEMORY", _on(request.param, monkeypatch))
+    """As ``ground``; on the CPU once for each wire that averages exactly."""
+    monkeypatch.setattr(parity, "WIRE", _on(request.param, monkeypatch) or "group")
 
 
 @pytest.fixture(params=grounds.params(at_once=False, deferred=True))

@@ -4,6 +4,9 @@
 
     flat:  [ grad of slot 0 | grad of slot 1 | ... | used-flags, one a slot | control block ]
 
+Where a wire sums in equal slices (``Slicing``), the gradients' part is padded so that it can be cut, and
+slots begin at boundaries of 64 bytes.
+
 A slot's view has the *parameter's* strides, so a channels_last weight gets a channels_last gradient
 and nothing is copied twice. The used-flags say which slots had a gradient on this rank; they are
 averaged with the rest, so a flag above zero means "some rank used it" ([Note: unused parameters]).
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +26,37 @@ from lightning_dp.errors import ConfigError
 from lightning_dp.internals.autograd import storage_uses
 
 ALIGN_BYTES = 16
+# In slices, so that fused optimizers, which work in vectors of the processor, treat the same elements alike
+# whether they get a tensor or a part of it.
+SLICE_ALIGN_BYTES = 64
 RELEASE_BYTES = 32 * 1024  # least mean size of a gradient for which memory goes back between steps
 # Above this, a copy while the gradient is in the cache pays for its call (measured on a CPU).
 COPY_EARLY_BYTES = 32 * 1024
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How the gradients' part of a bucket is cut into equal slices, one a rank.
+
+    Attributes:
+        count: How many slices; 1 means that nobody cuts it.
+        block: A slice has a multiple of so many elements, at least (a power of two).
+    """
+
+    count: int = 1
+    block: int = 1
+
+    def align(self, dtype: torch.dtype) -> int:
+        """Of how many elements the places of slots are multiples."""
+        return max(1, (ALIGN_BYTES if self.count == 1 else SLICE_ALIGN_BYTES) // dtype.itemsize)
+
+    def padded(self, numel: int, dtype: torch.dtype) -> int:
+        """``numel`` rounded up to whole slices; a slice is a multiple of 64 bytes and of ``block``."""
+        unit = 1 if self.count == 1 else self.count * max(self.block, self.align(dtype))
+        return -(-numel // unit) * unit
+
+
+UNCUT = Slicing()
 
 
 class Slot:
@@ -101,6 +133,7 @@ class Bucket:
         slots: In the order of their memory.
         flat: ``(numel,)`` storage of gradients, flags and control block; ``None`` while released.
         carries_control: Whether its dtype can hold the control block without loss.
+        slice_numel: Elements of each of its equal slices; all gradients where it is not cut.
     """
 
     grads: Tensor
@@ -109,7 +142,12 @@ class Bucket:
     control: Tensor
 
     def __init__(
-        self, index: int, slots: Sequence[Slot], dtype: torch.dtype, device: torch.device
+        self,
+        index: int,
+        slots: Sequence[Slot],
+        dtype: torch.dtype,
+        device: torch.device,
+        slicing: Slicing = UNCUT,
     ) -> None:
         self.index = index
         for slot in slots:
@@ -130,21 +168,22 @@ class Bucket:
         self.strides = [_strides(slot.param) for slot in self.slots]
         self.shapes = [slot.param.shape for slot in self.slots]
         self.same_dtype = [_real_dtype(slot.param.dtype) == dtype for slot in self.slots]
-        self._give_places()
+        self._give_places(slicing)
         # New memory means new views, which cost a call each: worth it where they cover much.
         self.worth_releasing = self.nbytes >= RELEASE_BYTES * len(self.slots)
 
-    def _give_places(self) -> None:
+    def _give_places(self, slicing: Slicing) -> None:
         """Work out where in the bucket's memory each slot, the flags and the control block lie."""
         dtype = self.dtype
-        align = max(1, ALIGN_BYTES // dtype.itemsize)
+        align = slicing.align(dtype)
         self.offsets: list[int] = []
         offset = 0
         for slot in self.slots:
             slot.bucket = self
             self.offsets.append(offset)
             offset += -(-slot.numel // align) * align
-        self.grad_numel = offset
+        self.grad_numel = offset = slicing.padded(offset, dtype)
+        self.slice_numel = offset // slicing.count
         self.early_numel = [*self.offsets, offset][self.early_slots]
         self.carries_control = dtype in (torch.float32, torch.float64)
         self.numel = offset + len(self.slots) + (CONTROL_SIZE if self.carries_control else 0)
@@ -155,9 +194,14 @@ class Bucket:
         ]
         self.gaps.append((self.grad_numel, self.numel))
 
+    def slice(self, rank: int) -> Tensor:
+        """Rank ``rank``'s slice of the gradients: a view of shape ``(slice_numel,)``."""
+        self.allocate()
+        return self.grads[rank * self.slice_numel : (rank + 1) * self.slice_numel]
+
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Bytes of its memory, which are those of a message."""
         return self.numel * self.dtype.itemsize
 
     @property

@@ -78,7 +78,7 @@ class Kind:
 
     def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let ``parity``'s harnesses use this wire and these reads, in ranks forked from here on."""
-        monkeypatch.setattr(parity, "SHARED_MEMORY", self.wire == "shared_memory")
+        monkeypatch.setattr(parity, "WIRE", self.wire if self.wire in parity.CONNECT else "group")
         monkeypatch.setattr(parity, "DEFERRED", self.deferred)
 
     def harness_options(self) -> dict[str, Any]:

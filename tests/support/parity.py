@@ -20,11 +20,17 @@ from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.engine.replicas.buffers import BufferKeeper
 from lightning_dp.engine.wires.all_reduce import AllReduceWire
+from lightning_dp.engine.wires.shard import ShardWire
 from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
 from lightning_dp.engine.wires.wire import RecordingWire, Wire
 
-# Whether gradients travel through shared memory; set by the fixture ``each_wire``.
-SHARED_MEMORY = False
+# How gradients travel: one of ``CONNECT``; set by the fixture ``each_wire``.
+WIRE = "group"
+CONNECT: dict[str, Callable[[ReplicaGroup], Wire | None]] = {
+    "group": AllReduceWire,
+    "shared_memory": SharedMemoryWire.connect,
+    "shard": ShardWire.connect,
+}
 # Small caps, so that a test's small module has several buckets.
 SMALL = LayoutOptions(cap_bytes=2048, first_bytes=512, last_bytes=512)
 
@@ -42,9 +48,11 @@ def make_group() -> ReplicaGroup:
 
 def make_wire(group: ReplicaGroup) -> Wire:
     """The wire that the test asks for."""
-    wire = SharedMemoryWire.connect(group) if SHARED_MEMORY else None
-    assert (wire is not None) == (SHARED_MEMORY and group.world_size > 1)
-    return wire or AllReduceWire(group)
+    if group.world_size == 1:
+        return AllReduceWire(group)
+    wire = CONNECT[WIRE](group)
+    assert wire is not None
+    return wire
 
 
 class Harness:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_dp.engine.bucket import Bucket, Slot
+from lightning_dp.engine.bucket import UNCUT, Bucket, Slicing, Slot
 from lightning_dp.engine.plan.agreement import Agreement
 from lightning_dp.engine.plan.cut import SlotSpec, plan_buckets
 
@@ -25,6 +25,7 @@ class LayoutOptions:
         last_bytes: Most bytes of the last bucket.
         reduce_dtype: Type on the wire; ``None`` sends each gradient in its own.
         tune: Whether sizes are to be chosen by measuring (``bucket_cap_mb="auto"``).
+        slicing: How the wire cuts a bucket into slices.
     """
 
     cap_bytes: int = 4 * MIB
@@ -32,6 +33,7 @@ class LayoutOptions:
     last_bytes: int = 1 * MIB
     reduce_dtype: torch.dtype | None = None
     tune: bool = False
+    slicing: Slicing = UNCUT
 
     def wire_dtype(self, slot: Slot) -> torch.dtype:
         """The type in which the slot's gradient travels."""
@@ -145,7 +147,7 @@ class Layout:
         for index, numbers in enumerate(planned, first):
             members = [slots[number] for number in numbers]
             dtype = self.options.wire_dtype(members[0])
-            buckets.append(Bucket(index, members, dtype, self.device))
+            buckets.append(Bucket(index, members, dtype, self.device, self.options.slicing))
         return buckets
 
     def _caps(self) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -83,7 +84,9 @@ class Reducer:
         self.group = group
         self.window = window
         self.wire: Wire = wire if wire is not None else AllReduceWire(group)
-        self.layout = Layout(group.device, options or LayoutOptions())
+        self.layout = Layout(
+            group.device, replace(options or LayoutOptions(), slicing=self.wire.slicing)
+        )
         self.registry = Registry(module, group.device, partition_of)
         self.deferred = tuple(deferred)
         self.check_finite = check_finite

@@ -383,9 +383,12 @@ class Reduction:
             self._launch_next(control=mine, empty=error)
         if carried:
             return None, None
-        block = torch.zeros(CONTROL_SIZE, device=group.device)
+        # As exact as the gradients: the division by the sum of weights would cost a double its digits.
+        doubles = any(bucket.dtype == torch.float64 for bucket in self.sequence)
+        dtype = torch.float64 if doubles else torch.float32
+        block = torch.zeros(CONTROL_SIZE, dtype=dtype, device=group.device)
         self._write(block, control, 1.0)
-        flags = [] if wire.carries_control else [b.flags.float() for b, _ in self.in_flight]
+        flags = [] if wire.carries_control else [b.flags.to(dtype) for b, _ in self.in_flight]
         message = torch.cat([block, *flags])
         op = dist.ReduceOp.AVG
         return message, dist.all_reduce(message, op=op, group=group.process_group, async_op=True)

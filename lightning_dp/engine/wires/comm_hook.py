@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_dp.engine.bucket import Bucket
+from lightning_dp.engine.bucket import UNCUT, Bucket
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.wires.comm_hook_state import BY_BUCKET, forget
 from lightning_dp.engine.wires.wire import Done, InFlight
@@ -124,6 +124,7 @@ class CommHookWire:
     carries_control = False
     keyed_by_bucket = True
     predivide_factor = 1.0
+    slicing = UNCUT
 
     def __init__(
         self,

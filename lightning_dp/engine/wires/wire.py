@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightning_dp.engine.bucket import Bucket
+from lightning_dp.engine.bucket import UNCUT, Bucket, Slicing
 
 
 class InFlight(Protocol):
@@ -25,11 +25,13 @@ class Wire(Protocol):
             anew.
         predivide_factor: What a local gradient is multiplied with while it is copied into its bucket: ``1 /
             world_size`` where the wire sums, ``1`` where it averages by itself.
+        slicing: How it needs the memory of buckets to be cut.
     """
 
     carries_control: bool
     keyed_by_bucket: bool
     predivide_factor: float
+    slicing: Slicing
 
     def launch(self, bucket: Bucket) -> InFlight:
         """Start averaging ``bucket`` in place.
@@ -50,6 +52,7 @@ class Stateless:
     carries_control: bool = True
     keyed_by_bucket: bool = False
     predivide_factor: float = 1.0
+    slicing: Slicing = UNCUT
 
     def forget(self) -> None:
         """Nothing to drop."""
@@ -91,6 +94,11 @@ class RecordingWire:
     def predivide_factor(self) -> float:
         """As the inner wire."""
         return self.inner.predivide_factor
+
+    @property
+    def slicing(self) -> Slicing:
+        """As the inner wire."""
+        return self.inner.slicing
 
     def forget(self) -> None:
         """As the inner wire."""
