@@ -67,6 +67,18 @@ class Batch(_Sizes, total=False):
     accumulate: int | Literal["auto"]
 
 
+class _WireType(TypedDict):
+    dtype: Literal["fp32", "bf16", "fp16", "int8"]
+
+
+class WireOptions(_WireType, total=False):
+    """How gradients are written in messages between machines."""
+
+    block: int
+    min_bytes: int | Literal[0]
+    error_feedback: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Checked):
     """How gradients are averaged and accumulated.
@@ -75,8 +87,11 @@ class EngineOptions(Checked):
         bucket_cap_mb: About how many MiB of gradients make one message, or ``"auto"``: 25 in shared
             memory and on CUDA; otherwise chosen by measuring the first steps and the link, unless the
             Trainer is ``deterministic``.
-        reduce_dtype: Type in which gradients are averaged, ``"fp32"`` or ``"bf16"``; ``None`` uses each
-            gradient's own. ``float64`` always keeps its own.
+        wire: What gradients travel as between machines: ``"auto"`` is each gradient's own type, and says
+            once what the measured link would gain by another; ``"fp32"``; or rounded to ``"bf16"``,
+            ``"fp16"`` or ``"int8"``, summed in fp32. ``float64`` always keeps its own. As a mapping
+            ``{"dtype": "int8", "block": 256, "min_bytes": 65536}``: numbers that share a scale, and the
+            smallest message that is rounded.
         shared_memory: Ranks that all run on one machine's CPU average gradients through its memory;
             ``False`` sends them over the process group, as between machines.
         deferred: Name patterns of parameters whose gradients are sent last. Needed only where an error
@@ -104,7 +119,7 @@ class EngineOptions(Checked):
     """
 
     bucket_cap_mb: float | Literal["auto"] = "auto"
-    reduce_dtype: Literal["fp32", "bf16"] | None = None
+    wire: Literal["auto", "fp32", "bf16", "fp16", "int8"] | WireOptions = "auto"
     shared_memory: bool = True
     deferred: Sequence[str] = ()
     buffers: Literal["lazy", "step", "none"] = "lazy"
@@ -224,6 +239,7 @@ class PortedOptions(Checked):
         check_reduction: Does nothing: every backward is checked.
         tail: Old name of ``incomplete_window``; warns.
         eval_tail: Old name of ``eval_padding``; warns.
+        reduce_dtype: Old name of ``wire``; warns.
     """
 
     find_unused_parameters: bool | None = None
@@ -233,9 +249,10 @@ class PortedOptions(Checked):
     check_reduction: bool | None = None
     tail: str | None = None
     eval_tail: str | None = None
+    reduce_dtype: str | None = None
 
 
-RENAMED = {"tail": "incomplete_window", "eval_tail": "eval_padding"}
+RENAMED = {"tail": "incomplete_window", "eval_tail": "eval_padding", "reduce_dtype": "wire"}
 
 
 @dataclass(frozen=True, kw_only=True)

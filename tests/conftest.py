@@ -109,7 +109,7 @@ def gpu_ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     _on(request.param, monkeypatch)
 
 
-@pytest.fixture(params=grounds.params(**{name: name for name in parity.CONNECT}))
+@pytest.fixture(params=grounds.params(**{name: name for name in parity.EXACT}))
 def each_wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``ground``; on the CPU once for each wire that averages exactly."""
     monkeypatch.setattr(parity, "WIRE", _on(request.param, monkeypatch) or "group")

@@ -165,6 +165,7 @@ class Bucket:
         self.ready = 0.0  # when the last gradient arrived
         self.unused: list[int] = []  # positions without a local gradient, set at launch
         self.flat: Tensor | None = None
+        self._gaps: Tensor | None = None
         self.strides = [_strides(slot.param) for slot in self.slots]
         self.shapes = [slot.param.shape for slot in self.slots]
         self.same_dtype = [_real_dtype(slot.param.dtype) == dtype for slot in self.slots]
@@ -198,6 +199,14 @@ class Bucket:
         """Rank ``rank``'s slice of the gradients: a view of shape ``(slice_numel,)``."""
         self.allocate()
         return self.grads[rank * self.slice_numel : (rank + 1) * self.slice_numel]
+
+    def clear_gaps(self) -> None:
+        """Zero what lies between gradients, once more: a block that is not finite was written over it."""
+        self.allocate()
+        if self._gaps is None:
+            ranges = [torch.arange(begin, end, device="cpu") for begin, end in self.gaps[:-1]]
+            self._gaps = torch.cat([torch.arange(0, device="cpu"), *ranges]).to(self.device)
+        self.grads.index_fill_(0, self._gaps, 0.0)
 
     @property
     def nbytes(self) -> int:

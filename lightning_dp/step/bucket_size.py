@@ -7,8 +7,6 @@ import torch
 from lightning_dp.engine.plan.layout import MIB, LayoutOptions
 from lightning_dp.options import EngineOptions
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
-
 
 def layout_options(
     options: EngineOptions, device: torch.device, *, shared: bool = False
@@ -28,6 +26,5 @@ def layout_options(
         cap_bytes=cap,
         first_bytes=min(cap, MIB),
         last_bytes=min(cap, MIB),
-        reduce_dtype=_DTYPES[options.reduce_dtype],
         tune=measurable and not torch.are_deterministic_algorithms_enabled(),
     )

@@ -23,17 +23,16 @@ from lightning_dp.engine.replicas import start
 from lightning_dp.engine.replicas.buffers import BufferKeeper
 from lightning_dp.engine.replicas.digest import check_replicas
 from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
-from lightning_dp.engine.wires.wire import Wire
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.autograd import split_compiled_graphs
 from lightning_dp.internals.lightning import pl
 from lightning_dp.options import EngineOptions
 from lightning_dp.step.accumulation import WindowKeeper
-from lightning_dp.step.bucket_size import layout_options
 from lightning_dp.step.hook_choice import HookChoice
 from lightning_dp.step.losses import LossWeights
 from lightning_dp.step.optimizer_groups import OptimizerGroups
 from lightning_dp.step.step_watch import StepWatch
+from lightning_dp.step.wire_choice import WireChoice
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +58,7 @@ class StepDriver:
     ) -> None:
         self.options = options
         self.hook = HookChoice(hook, state, wrapper)
+        self.wire = WireChoice(options, self.hook)
         self.timeout = timeout
         self.window = AccumulationWindow()
         self.windows = WindowKeeper(self.window, options.incomplete_window, options.mid_window)
@@ -114,12 +114,8 @@ class StepDriver:
         self.optimizers = OptimizerGroups(optimizers)
         self.trainer = trainer
         options = self.options
-        wire: Wire | None = self.hook.wire(self.group, trainer)
-        if wire is None and options.shared_memory:
-            wire = SharedMemoryWire.connect(self.group, self.timeout)
+        wire = self.wire.connect(self.group, trainer, self.timeout, self._supervision)
         shared = isinstance(wire, SharedMemoryWire)
-        if shared and self.group.rank == 0:
-            log.info("lean_ddp: all ranks share one machine: gradients go through its memory.")
         self.keeper = BufferKeeper(
             self._module, self.group, options.buffers, options.buffer_reduce, self._left_alone
         )
@@ -128,7 +124,7 @@ class StepDriver:
             self.group,
             self.window,
             wire,
-            layout_options(options, self.group.device, shared=shared),
+            self.wire.layout_options(self.group.device, shared=shared),
             partition_of=self.optimizers.partition,
             deferred=options.deferred,
             check_finite=options.check_gradients,

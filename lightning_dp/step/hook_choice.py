@@ -39,6 +39,11 @@ class HookChoice:
         self._lent: list[Any] = []
 
     @property
+    def given(self) -> bool:
+        """Whether there is one."""
+        return self._hook is not None
+
+    @property
     def is_local_sgd(self) -> bool:
         """Whether replicas differ on purpose between two averages of the parameters."""
         return self._hook is not None and hasattr(self._state, "start_localSGD_iter")

@@ -23,7 +23,7 @@ from lightning_dp.engine.wires.comm_hook import CommHookWire
 from tests.support import parity
 
 Precision = Literal["fp32", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
-WireKind = Literal["shared_memory", "group", "hook"]
+WireKind = Literal["shared_memory", "group", "hook", "bf16", "int8"]
 
 PRECISIONS: dict[Precision, str] = {  # what Lightning's Trainer calls them
     "fp32": "32-true",
@@ -34,7 +34,8 @@ PRECISIONS: dict[Precision, str] = {  # what Lightning's Trainer calls them
 }
 TRUE: dict[str, torch.dtype] = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 AUTOCAST: dict[str, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-WIRES: tuple[WireKind, ...] = ("shared_memory", "group", "hook")
+WIRES: tuple[WireKind, ...] = ("shared_memory", "group", "hook", "bf16", "int8")
+ROUNDED = ("bf16", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,8 @@ class Kind:
     def strategy_options(self) -> dict[str, Any]:
         """For ``LeanDDPStrategy``. ``deferred`` is no option: a test sets it on the engine."""
         hook = {"ddp_comm_hook": default_hooks.allreduce_hook} if self.wire == "hook" else {}
-        return {"shared_memory": self.wire == "shared_memory", **hook}
+        rounded = {"wire": {"dtype": self.wire, "min_bytes": 0}} if self.wire in ROUNDED else {}
+        return {"shared_memory": self.wire == "shared_memory", **hook, **rounded}
 
 
 KINDS: list[Kind] = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.engine.replicas.buffers import BufferKeeper
 from lightning_dp.engine.wires.all_reduce import AllReduceWire
+from lightning_dp.engine.wires.codec import Half, Int8
 from lightning_dp.engine.wires.shard import ShardWire
 from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
 from lightning_dp.engine.wires.wire import RecordingWire, Wire
@@ -30,7 +32,10 @@ CONNECT: dict[str, Callable[[ReplicaGroup], Wire | None]] = {
     "group": AllReduceWire,
     "shared_memory": SharedMemoryWire.connect,
     "shard": ShardWire.connect,
+    "bf16": partial(ShardWire.connect, codec=Half(torch.bfloat16)),
+    "int8": partial(ShardWire.connect, codec=Int8()),
 }
+EXACT = ("group", "shared_memory", "shard")
 # Small caps, so that a test's small module has several buckets.
 SMALL = LayoutOptions(cap_bytes=2048, first_bytes=512, last_bytes=512)
 
@@ -144,6 +149,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+# What a wire may round away of gradients of fp32, as a share of the largest number of a bucket.
+ROUNDING = {"bf16": 1e-2, "int8": 2e-2}
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 2e-5,
@@ -161,7 +168,8 @@ def assert_same(actual: dict[str, Tensor | None], expected: dict[str, Tensor | N
         if want is None or got is None:
             assert got is want, f"{name}: got {'None' if got is None else 'a gradient'}"
             continue
-        tolerance = TOLERANCE[want.dtype]
+        rounded = ROUNDING.get(WIRE, 0.0) if want.dtype in (torch.float32, torch.complex64) else 0.0
+        tolerance = max(TOLERANCE[want.dtype], rounded)
         torch.testing.assert_close(
             got, want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )

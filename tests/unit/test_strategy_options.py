@@ -84,7 +84,7 @@ def test_a_subclass_keeps_its_own_arguments():
         ({"bucket_cap_mb": 0}, "a number above 0 or 'auto'"),
         ({"bucket_cap_mb": "big"}, "a number above 0 or 'auto'"),
         ({"bucket_cap_mb": True}, "a number above 0 or 'auto'"),
-        ({"reduce_dtype": "fp8"}, "'fp32' or 'bf16' or None"),
+        ({"wire": "fp8"}, "'auto' or 'fp32' or 'bf16' or 'fp16' or 'int8' or a mapping of dtype"),
         ({"buffers": "always"}, "'lazy' or 'step' or 'none'"),
         ({"check_replicas_every_n_steps": -1}, "a whole number above 0 or 0"),
         ({"check_replicas_every_n_steps": False}, "a whole number above 0 or 0"),

@@ -63,7 +63,7 @@ def test_a_silent_death_is_a_failure():
 
 
 def test_the_table_of_kinds_has_every_combination_once():
-    assert len({str(kind) for kind in KINDS}) == len(KINDS) == 5 * 3 * 2**3
+    assert len({str(kind) for kind in KINDS}) == len(KINDS) == 5 * 5 * 2**3
     assert kinds(precision="16-true", wire=("hook", "group"), deferred=True, inside=False) == [
         Kind("16-true", wire, True, False, first)
         for wire in ("group", "hook")

@@ -23,8 +23,9 @@ class LayoutOptions:
         cap_bytes: Most bytes of a bucket.
         first_bytes: Most bytes of the first bucket.
         last_bytes: Most bytes of the last bucket.
-        reduce_dtype: Type on the wire; ``None`` sends each gradient in its own.
+        reduce_dtype: Type of buckets; ``None`` keeps each gradient's own.
         tune: Whether sizes are to be chosen by measuring (``bucket_cap_mb="auto"``).
+        advise: Whether to say then what another wire would gain.
         slicing: How the wire cuts a bucket into slices.
     """
 
@@ -33,6 +34,7 @@ class LayoutOptions:
     last_bytes: int = 1 * MIB
     reduce_dtype: torch.dtype | None = None
     tune: bool = False
+    advise: bool = False
     slicing: Slicing = UNCUT
 
     def wire_dtype(self, slot: Slot) -> torch.dtype:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.plan.advice import Backward, say_advice
 from lightning_dp.engine.plan.layout import Layout
 from lightning_dp.engine.plan.registry import Registry
 from lightning_dp.engine.plan.tuning import MIB, Choice, Link, choose, measure_link
@@ -26,6 +27,7 @@ def retune(
     arrivals: Mapping[int, float],
     begin: float,
     end: float,
+    ratio: float = 1.0,
 ) -> None:
     """Choose bucket sizes from what one reduction measured; rank 0 decides for all.
 
@@ -39,6 +41,7 @@ def retune(
         arrivals: When each slot's gradient arrived, by slot number, on the clock of ``begin`` and ``end``.
         begin: When the backward began.
         end: When it had ended.
+        ratio: Which part of the bytes of fp32 gradients the wire sends.
 
     Collective: every rank, once, at the end of the reduction numbered ``TUNE_AT``. Blocks.
     """
@@ -50,9 +53,11 @@ def retune(
     order = sorted(slots, key=lambda slot: arrivals.get(slot.index, end))
     link = measure_link(group)
     specs = [layout.spec(slot) for slot in order]
-    choice = choose(
-        [arrivals.get(slot.index, end) - begin for slot in order], specs, end - begin, link
-    )
+    arrived = [arrivals.get(slot.index, end) - begin for slot in order]
+    backward = Backward(arrived, specs, end - begin)
+    choice = choose(arrived, specs, end - begin, link.coded(backward.ratio(ratio)))
+    if layout.options.advise and group.rank == 0:
+        say_advice(backward, link, choice, group.world_size)
     numbers = [slot.index for slot in order]
     numbers, choice = group.broadcast_object((numbers, choice))
     cap, first, last = choice.caps

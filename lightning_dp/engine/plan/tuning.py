@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,10 @@ class Link:
     def seconds(self, nbytes: int) -> float:
         """Expected seconds for which one all-reduce keeps the wire, undisturbed."""
         return self.gap_s + nbytes * self.s_per_byte
+
+    def coded(self, ratio: float) -> Link:
+        """The same link for messages of which ``ratio`` of the bytes are sent."""
+        return replace(self, s_per_byte=self.s_per_byte * ratio)
 
     def end_s(self, start_s: float, nbytes: int, backward_s: float) -> float:
         """When an all-reduce that starts at ``start_s`` lets go of the wire; the backward disturbs it."""

@@ -226,7 +226,9 @@ class Reducer:
                     reduction.arrivals,
                     times.begin,
                     times.backward_end,
+                    self.wire.ratio,
                 )
+                self.wire.forget()
             if self._passed:
                 waiting = {slot.name for slot in self.registry.unplanned()}
                 left = self._passed - reduction.live

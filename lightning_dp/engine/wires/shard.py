@@ -36,12 +36,12 @@ from torch import Tensor
 from lightning_dp.engine.bucket import Bucket, Slicing
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.waiting import interruptible_wait
-from lightning_dp.engine.wires.wire import Done, InFlight, Stateless
+from lightning_dp.engine.wires.codec import HALF, Codec, add_rows
+from lightning_dp.engine.wires.wire import InFlight, Stateless
 from lightning_dp.internals.autograd import wide_gloo
 
 # Received slices wait in memory of their own until they are added; what is more than this leaves later.
 RECEIVE_BYTES = 64 * 2**20
-HALF = (torch.bfloat16, torch.float16)
 
 
 class Exchange:
@@ -49,16 +49,21 @@ class Exchange:
 
     Attributes:
         grads: ``(K * n,)``, the bucket's gradients; this rank's slice becomes the mean, or all of them.
+        codec: How slices are written in messages; ``None`` for numbers as they are.
         gathers: Whether the mean goes to all ranks.
-        done: Whether it is there.
+        sent: The message, ``(K, m)``; ``received`` is that of all ranks to this one.
+        done: Whether the mean is there.
         ended: When it was, in seconds of ``time.perf_counter``.
     """
 
     def __init__(self, wire: ShardWire, bucket: Bucket, *, gathers: bool) -> None:
         bucket.allocate()
         self.grads = bucket.grads  # not the bucket's any more, if that is given up
+        self.codec = wire.codec_of(bucket)
+        if self.codec is not None and self.codec.block > 1:
+            bucket.clear_gaps()  # a NaN there would spoil its block
         self.gathers = gathers
-        self.received = self.grads[:0]
+        self.sent = self.received = bucket.grads[:0]
         self.work: Any = None
         self.done = False
         self.ended = 0.0
@@ -77,14 +82,36 @@ class Exchange:
         return self.done or self._wire.is_lost
 
 
+class Queued:
+    """On a device: everything is in the queue of a stream.
+
+    Args:
+        event: Recorded behind it.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Make the current stream wait for it. Does not block the host."""
+        self._event.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the device has done it."""
+        return bool(self._event.query())
+
+
 class ShardWire(Stateless):
     """All-to-all, local sum in the order of ranks, all-gather; made by :meth:`connect`.
 
-    Half types are added in fp32 and rounded once.
+    Half types and codes are added in fp32 and rounded once.
 
     Args:
         group: Who takes part; carries first halves.
         gather_group: The same ranks; carries second halves.
+        codec: How gradients are written in messages; ``None`` sends them as they are. Buckets of float64
+            and of half precision always go as they are.
+        min_bytes: So do buckets that are smaller.
         gathers: Whether :meth:`launch` runs both halves; ``False`` leaves each rank with the mean of its
             own slice, and with its local gradients elsewhere.
     """
@@ -92,24 +119,34 @@ class ShardWire(Stateless):
     carries_control = False
 
     def __init__(
-        self, group: ReplicaGroup, gather_group: dist.ProcessGroup, *, gathers: bool = True
+        self,
+        group: ReplicaGroup,
+        gather_group: dist.ProcessGroup | None,
+        *,
+        codec: Codec | None = None,
+        min_bytes: int = 0,
+        gathers: bool = True,
     ) -> None:
         self.group = group
-        self.gather_group: dist.ProcessGroup | None = gather_group
+        self.gather_group = gather_group
+        self.codec = codec
+        self.min_bytes = min_bytes
         self.gathers = gathers
-        self.predivide_factor = 1 / group.world_size
-        self.slicing = Slicing(group.world_size)
         self.is_lost = False
+        self.predivide_factor = 1 / group.world_size
+        self.slicing = Slicing(group.world_size, codec.block if codec is not None else 1)
+        self.ratio = codec.ratio if codec is not None else 1.0
+        self._stream: Any = None if group.waits_on_host else torch.cuda.Stream(group.device)  # type: ignore[no-untyped-call]
         self._queued: deque[Exchange] = deque()
         self._reducing: deque[Exchange] = deque()
         self._gathering: deque[Exchange] = deque()
-        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     @classmethod
     def connect(
         cls, group: ReplicaGroup, timeout: timedelta | None = None, **options: Any
     ) -> ShardWire:
-        """Make the second group, over all ranks of the default group.
+        """Make the second group, over all ranks of the default group; NCCL needs none.
 
         Args:
             group: Who takes part.
@@ -118,8 +155,15 @@ class ShardWire(Stateless):
 
         Collective: every rank, once, in the same order as other group creations.
         """
+        if not group.waits_on_host:
+            return cls(group, group.process_group, **options)
         backend = wide_gloo() if dist.get_backend() == "gloo" else None
         return cls(group, dist.new_group(timeout=timeout, backend=backend), **options)
+
+    def codec_of(self, bucket: Bucket) -> Codec | None:
+        """How ``bucket`` is written; the same on all ranks."""
+        large = bucket.slots_numel * bucket.dtype.itemsize >= self.min_bytes
+        return self.codec if large and bucket.dtype == torch.float32 else None
 
     # What others call
 
@@ -147,7 +191,8 @@ class ShardWire(Stateless):
         Collective: every rank, same order, ``n`` and dtype, between reductions. Does not block; wait with
         ``interruptible_wait``.
         """
-        work: InFlight = _all_gather(flat, self._own(flat), self._open_group())
+        self._check_open()
+        work: InFlight = _all_gather(flat, self._own(flat), self.gather_group)
         return work
 
     def forget(self) -> None:
@@ -158,96 +203,132 @@ class ShardWire(Stateless):
         """End the second group. Local."""
         self._drop()
         group, self.gather_group = self.gather_group, None
-        if group is not None and dist.is_initialized():
+        if group not in (None, self.group.process_group) and dist.is_initialized():
             dist.destroy_process_group(group)
 
     # How exchanges move on
 
     def _start(self, exchange: Exchange) -> InFlight:
-        group = self._open_group()
-        if not self.group.waits_on_host:
-            return self._queue_on_device(exchange, group)
+        self._check_open()
+        if self._stream is not None:
+            return self._queue_on(self._stream, exchange)
         self._queued.append(exchange)
         self.advance()
         return exchange
 
     @torch.no_grad()
-    def _queue_on_device(self, exchange: Exchange, group: dist.ProcessGroup) -> InFlight:
-        """NCCL: both halves go into its stream, one after the other, in one group."""
-        own, main = self._own(exchange.grads), self.group.process_group
-        work: InFlight
-        if own.dtype not in HALF:
-            work = _reduce_scatter(own, exchange.grads, main)
-        else:
-            rows = torch.empty_like(exchange.grads)
-            dist.all_to_all_single(rows, exchange.grads, group=main, async_op=True).wait()
-            add_rows(rows.view(self.group.world_size, -1), own)
-            work = Done()
-        return _all_gather(exchange.grads, own, main) if exchange.gathers else work
-
     def advance(self) -> None:
-        """Send, add and hand on what can be now. Does not block.
-
-        On an accelerator whose collectives the host does not wait for, everything was queued at launch.
-        """
+        """Send, add and hand on what can be now. Does not block."""
         self._send()
         while self._reducing and self._reducing[0].work.is_completed():
-            self._add(self._reducing[0])
+            self._add_first()
         while self._gathering and self._gathering[0].work.is_completed():
-            self._end(self._gathering[0])
+            self._end_first()
 
+    @torch.no_grad()
     def complete(self, exchange: Exchange) -> None:
         """Wait for ``exchange``: first for all sums, so that the wire is never idle for want of one.
 
         Collective: completes what every rank has started. Blocks.
         """
         while not exchange.done:
-            self._open_group()
+            self._check_open()
             self._send()
             if self._reducing:
                 interruptible_wait(self._reducing[0].work)
-                self._add(self._reducing[0])
+                self._add_first()
             else:
                 interruptible_wait(self._gathering[0].work)
-                self._end(self._gathering[0])
+                self._end_first()
 
     def _send(self) -> None:
         """Start first halves, as many as there is memory for; at least one."""
         under_way = sum(each.received.nbytes for each in self._reducing)
         while self._queued:
-            exchange = self._queued[0]
-            under_way += exchange.grads.nbytes
+            first = self._queued[0]
+            under_way += first.grads.nbytes
             if self._reducing and under_way > RECEIVE_BYTES:
                 return
             with self._undivided():
-                exchange.received = self._take(exchange.grads)
-                exchange.work = dist.all_to_all_single(
-                    exchange.received,
-                    exchange.grads,
-                    group=self.group.process_group,
-                    async_op=True,
-                )
+                self._exchange(first)
                 self._reducing.append(self._queued.popleft())
 
-    @torch.no_grad()
-    def _add(self, exchange: Exchange) -> None:
-        """Add what was received, in the order of ranks, into this rank's slice; begin the second half."""
-        exchange.work.wait()  # is over; raises if it failed
+    def _add_first(self) -> None:
+        first = self._reducing[0]
+        first.work.wait()  # is over; raises if it failed
         with self._undivided():
-            own = self._own(exchange.grads)
-            add_rows(exchange.received.view(self.group.world_size, -1), own)
-            self._give_back(exchange)
-            if exchange.gathers:
-                exchange.work = _all_gather(exchange.grads, own, self._open_group())
-                self._gathering.append(exchange)
-            else:
-                exchange.done, exchange.ended = True, time.perf_counter()
+            self._add(first)
             self._reducing.popleft()
+            if first.gathers:
+                self._gathering.append(first)
+            else:
+                first.done, first.ended = True, time.perf_counter()
 
-    def _end(self, exchange: Exchange) -> None:
-        exchange.work.wait()
-        exchange.done, exchange.ended = True, time.perf_counter()
-        self._gathering.popleft()
+    def _end_first(self) -> None:
+        first = self._gathering[0]
+        first.work.wait()
+        with self._undivided():
+            self._decode(first)
+            self._gathering.popleft()
+            first.done, first.ended = True, time.perf_counter()
+
+    @torch.no_grad()
+    def _queue_on(self, stream: Any, exchange: Exchange) -> InFlight:
+        """NCCL: everything in one stream beside the backward's, in the same order on every rank."""
+        stream.wait_stream(torch.cuda.current_stream())
+        exchange.grads.record_stream(stream)
+        with torch.cuda.stream(stream):
+            if exchange.codec is None and exchange.grads.dtype not in HALF:
+                own = self._own(exchange.grads)
+                _reduce_scatter(own, exchange.grads, self.group.process_group).wait()
+                if exchange.gathers:
+                    _all_gather(exchange.grads, own, self.gather_group).wait()
+            else:
+                self._exchange(exchange)
+                exchange.work.wait()
+                self._add(exchange)
+                exchange.work.wait()
+                self._decode(exchange)
+            return Queued(stream.record_event())
+
+    # Its steps
+
+    def _exchange(self, exchange: Exchange) -> None:
+        """Start to send every rank its slice."""
+        codec, count = exchange.codec, self.group.world_size
+        rows = exchange.grads.view(count, -1)
+        if codec is None:
+            exchange.sent, exchange.received = rows, self._take(rows)
+        else:
+            like = codec.message(count, rows.shape[1])
+            exchange.sent, exchange.received = self._take(like), self._take(like)
+            for values, row in zip(rows, exchange.sent, strict=True):
+                codec.encode(values, row)
+        exchange.work = dist.all_to_all_single(
+            exchange.received, exchange.sent, group=self.group.process_group, async_op=True
+        )
+
+    def _add(self, exchange: Exchange) -> None:
+        """Add what was received into this rank's slice, in the order of ranks; begin the second half."""
+        own, sent = self._own(exchange.grads), exchange.sent
+        add_rows(exchange.received, own, exchange.codec)
+        self._give_back(exchange.received)
+        mine = sent[self.group.rank]
+        if exchange.gathers and exchange.codec is not None:
+            exchange.codec.encode(own, mine)
+        if exchange.gathers:
+            exchange.work = _all_gather(sent.view(-1), mine, self.gather_group)
+        elif exchange.codec is not None:
+            self._give_back(sent)
+
+    def _decode(self, exchange: Exchange) -> None:
+        """Read what was gathered, this rank's own too: the same numbers on every rank."""
+        if exchange.codec is None or not exchange.gathers:
+            return
+        rows = exchange.grads.view(self.group.world_size, -1)
+        for row, out in zip(exchange.sent, rows, strict=True):
+            exchange.codec.decode(row, out)
+        self._give_back(exchange.sent)
 
     # Memory
 
@@ -256,17 +337,15 @@ class ShardWire(Stateless):
         return flat[self.group.rank * n : (self.group.rank + 1) * n]
 
     def _take(self, like: Tensor) -> Tensor:
-        spare = self._spare.get((like.numel(), like.dtype))
-        return spare.pop() if spare else torch.empty_like(like)
+        spare = self._spare.get((like.shape, like.dtype))
+        return spare.pop() if spare else torch.empty_like(like, device=self.group.device)
 
-    def _give_back(self, exchange: Exchange) -> None:
-        received, exchange.received = exchange.received, exchange.grads[:0]
-        self._spare.setdefault((received.numel(), received.dtype), []).append(received)
+    def _give_back(self, message: Tensor) -> None:
+        self._spare.setdefault((message.shape, message.dtype), []).append(message)
 
-    def _open_group(self) -> dist.ProcessGroup:
-        if self.gather_group is None or self.is_lost:
+    def _check_open(self) -> None:
+        if self.is_lost:
             raise RuntimeError("connection closed: this rank was interrupted in the midst of a sum")
-        return self.gather_group
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
@@ -286,22 +365,6 @@ class ShardWire(Stateless):
         for exchanges in (self._queued, self._reducing, self._gathering):
             exchanges.clear()
         self._spare.clear()
-
-
-def add_rows(rows: Tensor, out: Tensor) -> None:
-    """Put the sum of ``rows``, shape ``(K, n)``, into ``out``, shape ``(n,)``, in the order of rows.
-
-    Half types are added in fp32 and rounded once, so that the error does not grow with ``K``.
-    """
-    if out.dtype in HALF:
-        total = rows[0].float()
-        for row in rows[1:]:
-            total.add_(row)
-        out.copy_(total)
-        return
-    out.copy_(rows[0])
-    for row in rows[1:]:
-        out.add_(row)
 
 
 def _all_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:

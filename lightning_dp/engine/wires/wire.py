@@ -26,12 +26,14 @@ class Wire(Protocol):
         predivide_factor: What a local gradient is multiplied with while it is copied into its bucket: ``1 /
             world_size`` where the wire sums, ``1`` where it averages by itself.
         slicing: How it needs the memory of buckets to be cut.
+        ratio: Bytes that it sends for gradients of fp32, as a multiple of theirs.
     """
 
     carries_control: bool
     keyed_by_bucket: bool
     predivide_factor: float
     slicing: Slicing
+    ratio: float
 
     def launch(self, bucket: Bucket) -> InFlight:
         """Start averaging ``bucket`` in place.
@@ -53,6 +55,7 @@ class Stateless:
     keyed_by_bucket: bool = False
     predivide_factor: float = 1.0
     slicing: Slicing = UNCUT
+    ratio: float = 1.0
 
     def forget(self) -> None:
         """Nothing to drop."""
@@ -99,6 +102,11 @@ class RecordingWire:
     def slicing(self) -> Slicing:
         """As the inner wire."""
         return self.inner.slicing
+
+    @property
+    def ratio(self) -> float:
+        """As the inner wire."""
+        return self.inner.ratio
 
     def forget(self) -> None:
         """As the inner wire."""

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_dp.engine.bucket import Bucket, Slicing, Slot
-from lightning_dp.engine.wires import shard
-from lightning_dp.engine.wires.shard import ShardWire, add_rows
+from lightning_dp.engine.wires import codec, shard
+from lightning_dp.engine.wires.codec import add_rows
+from lightning_dp.engine.wires.shard import ShardWire
 from tests.support.nets import branches, data
 from tests.support.parity import Harness, make_group, seeded
 from tests.support.ranks import both_worlds, run_ranks
@@ -44,7 +45,7 @@ def of_all_ranks(mine: torch.Tensor) -> torch.Tensor:
 
 
 def in_rank_order(rows: torch.Tensor) -> torch.Tensor:
-    wide = rows.float() if rows.dtype in shard.HALF else rows
+    wide = rows.float() if rows.dtype in codec.HALF else rows
     total = wide[0].clone()
     for row in wide[1:]:
         total += row

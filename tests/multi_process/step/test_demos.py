@@ -41,7 +41,8 @@ HOOKS = {
         "ddp_comm_state": post_localSGD_hook.PostLocalSGDState(None, None, 10),
         "model_averaging_period": 4,
     },
-    "bf16 on the wire": lambda: {"reduce_dtype": "bf16"},
+    "bf16 wire": lambda: {"wire": "bf16", "shared_memory": False},
+    "int8 wire": lambda: {"wire": {"dtype": "int8", "min_bytes": 0}, "shared_memory": False},
 }
 
 
