@@ -20,12 +20,21 @@ if TYPE_CHECKING:
     from lightning_dp.measure.monitor import LeanDDPMonitor
     from lightning_dp.measure.stats import StepStats
     from lightning_dp.measure.timeline import StepTimeline
+    from lightning_dp.step.lr_scaling import LRScaling
     from lightning_dp.strategy import LeanDDPStrategy
 
 __version__ = "0.1.0"
-__all__ = ["LeanDDPMonitor", "LeanDDPStrategy", "StepStats", "StepTimeline", "__version__"]
+__all__ = [
+    "LRScaling",
+    "LeanDDPMonitor",
+    "LeanDDPStrategy",
+    "StepStats",
+    "StepTimeline",
+    "__version__",
+]
 
 _HOMES = {
+    "LRScaling": "lightning_dp.step.lr_scaling",
     "LeanDDPMonitor": "lightning_dp.measure.monitor",
     "LeanDDPStrategy": "lightning_dp.strategy",
     "StepStats": "lightning_dp.measure.stats",

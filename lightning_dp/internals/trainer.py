@@ -75,6 +75,12 @@ def attached_trainer(module: Any) -> pl.Trainer | None:
     return getattr(module, "_trainer", None)
 
 
+def rank_batch_size(trainer: pl.Trainer) -> int | None:
+    """Samples in a rank's training batch; ``None`` where loaders are several, or batches of no one size."""
+    size = getattr(trainer.train_dataloader, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
 # -- Accumulation
 
 

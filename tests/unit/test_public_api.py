@@ -9,7 +9,14 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_dp
 from lightning_dp import errors
 
-NAMES = {"LeanDDPMonitor", "LeanDDPStrategy", "StepStats", "StepTimeline", "__version__"}
+NAMES = {
+    "LRScaling",
+    "LeanDDPMonitor",
+    "LeanDDPStrategy",
+    "StepStats",
+    "StepTimeline",
+    "__version__",
+}
 
 
 def test_public_names_are_these():
