@@ -18,6 +18,7 @@ from lightning_dp.registration.after_import import after_import
 
 if TYPE_CHECKING:
     from lightning_dp.measure.monitor import LeanDDPMonitor
+    from lightning_dp.measure.noise_scale import NoiseScale
     from lightning_dp.measure.stats import StepStats
     from lightning_dp.measure.timeline import StepTimeline
     from lightning_dp.step.lr_scaling import LRScaling
@@ -28,6 +29,7 @@ __all__ = [
     "LRScaling",
     "LeanDDPMonitor",
     "LeanDDPStrategy",
+    "NoiseScale",
     "StepStats",
     "StepTimeline",
     "__version__",
@@ -37,6 +39,7 @@ _HOMES = {
     "LRScaling": "lightning_dp.step.lr_scaling",
     "LeanDDPMonitor": "lightning_dp.measure.monitor",
     "LeanDDPStrategy": "lightning_dp.strategy",
+    "NoiseScale": "lightning_dp.measure.noise_scale",
     "StepStats": "lightning_dp.measure.stats",
     "StepTimeline": "lightning_dp.measure.timeline",
 }

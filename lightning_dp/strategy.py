@@ -94,6 +94,20 @@ class LeanDDPStrategy(DDPStrategy):
         reducer.exact_times = on
         return reducer.times
 
+    def measure_noise(self, on: bool) -> None:
+        """Take the norms that ``NoiseScale`` needs from now on, or no longer. Every rank, between steps.
+
+        Raises:
+            ConfigError: This run has no noise scale that could be measured.
+        """
+        self._engine.measure_noise(on)
+
+    @property
+    def settled_totals(self) -> WindowTotals | None:
+        """The last window that was read without waiting: this one, or on an accelerator the one before."""
+        reducer = self._engine.reducer
+        return reducer.settled if reducer is not None else None
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's picklable ``value``, by rank. Collective: every rank. Blocks."""
         group = self._engine.group

@@ -1,6 +1,6 @@
 """The control block: what ranks tell each other inside the last bucket of a reduction.
 
-Sixteen numbers behind the gradients and used-flags of one bucket, averaged with them over ranks. They
+Some numbers behind the gradients and used-flags of one bucket, averaged with them over ranks. They
 replace collectives of their own: weights, the request to stop, errors, late gradients, changed buffers.
 
 [Note: signs] Whether all ranks are at the same step is told by averages too: each rank writes the low
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CONTROL_SIZE = 16
+CONTROL_SIZE = 20
 STEP_BITS = 3  # steps that differ by less than 8 are told apart
 
 
@@ -38,6 +38,10 @@ class Control(enum.IntEnum):
     BACKWARD_S2 = 11  # its square: with the mean of both, the spread over ranks
     FAILED_RANK = 12  # one more than the number of the rank that raised
     STEP = 13  # STEP_BITS places: signs of the step's number
+    # For the gradient noise scale, where it was asked for (see ``reduction/norms.py``):
+    PARTS = 16  # small batches of this rank that counted
+    PART_NORM = 17  # the sum over them of |mean gradient|^2 * weight
+    MEAN_NORM = 18  # this rank's slice of |averaged gradient|^2, of the reduction before
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,9 @@ class WindowTotals:
         squared_norm: Mean over ranks of the squared norm of local gradients; 0 where not asked for.
         stop: Whether any rank asked to stop.
         straggler_s: Standard deviation over ranks of the backward's seconds.
+        parts: Small batches that counted, over all ranks; 0 where norms were not asked for.
+        part_norm: The sum over them of ``|mean gradient|^2 * weight``.
+        mean_norm_before: ``|averaged gradient|^2`` of the window before this one.
     """
 
     weight: float
@@ -59,6 +66,9 @@ class WindowTotals:
     squared_norm: float
     stop: bool
     straggler_s: float = 0.0
+    parts: int = 0
+    part_norm: float = 0.0
+    mean_norm_before: float = 0.0
 
     @classmethod
     def from_means(
@@ -80,6 +90,9 @@ class WindowTotals:
             stop=means[Control.STOP] > 0,
             straggler_s=max(0.0, means[Control.BACKWARD_S2] - means[Control.BACKWARD_S] ** 2)
             ** 0.5,
+            parts=round(means[Control.PARTS] * world_size),
+            part_norm=means[Control.PART_NORM] * world_size * reference,
+            mean_norm_before=means[Control.MEAN_NORM] * world_size,
         )
 
 

@@ -74,6 +74,16 @@ class WindowKeeper:
         """Micro-batches of a full window."""
         return int(self._trainer.accumulate_grad_batches) if self._trainer is not None else 1
 
+    @property
+    def most_steps(self) -> int:
+        """The same of the largest window, where a schedule changes them."""
+        trainer = self._trainer
+        schedule = trainer_seams.accumulation_schedule(trainer) if trainer is not None else None
+        if trainer is None or schedule is None:
+            return self.steps
+        epochs = trainer.max_epochs or 0
+        return max(map(schedule, range(epochs if epochs > 0 else 1000)))
+
     def window_ends(self, *, is_last_batch: bool) -> bool:
         """Whether the micro-batch that runs now ends the window: it is full, or the epoch's last one.
 

@@ -30,6 +30,7 @@ from lightning_dp.options import EngineOptions
 from lightning_dp.step.accumulation import WindowKeeper
 from lightning_dp.step.hook_choice import HookChoice
 from lightning_dp.step.losses import LossWeights
+from lightning_dp.step.noise_checks import check_noise
 from lightning_dp.step.optimizer_groups import OptimizerGroups
 from lightning_dp.step.step_watch import StepWatch
 from lightning_dp.step.wire_choice import WireChoice
@@ -241,12 +242,20 @@ class StepDriver:
             scale = self._scale()
             searching = scale is not None and scale >= 1
             reducer.check_finite = "off" if searching else self.options.check_gradients
+        if reducer.norms is not None:
+            scaler = self._scaler()
+            one = torch.ones((), device=reducer.group.device)
+            reducer.norms.loss_scale = scaler.scale(one) if scaler is not None else 1.0
+            reducer.norms.begin_backward(self.window)
         reducer.arm(loss)
 
     def finish_backward(self) -> None:
         """After a backward: finish what autograd's callback could not."""
-        if self.reducer is not None and self.reducer.is_open and not self.reducer.nested:
-            self.reducer.finalize()
+        reducer = self.reducer
+        if reducer is not None and reducer.is_open and not reducer.nested:
+            reducer.finalize()
+        if reducer is not None and reducer.norms is not None:
+            reducer.norms.end_backward(self.window)
 
     @contextmanager
     def inside_window(self) -> Generator[None]:
@@ -283,9 +292,12 @@ class StepDriver:
 
     def _scale(self) -> float | None:
         """The gradient scaler's scale; ``None`` without one. The host waits for the device."""
-        plugin = self.trainer.strategy.precision_plugin if self.trainer is not None else None
-        scaler = getattr(plugin, "scaler", None)
+        scaler = self._scaler()
         return float(scaler.get_scale()) if scaler is not None else None
+
+    def _scaler(self) -> Any:
+        plugin = self.trainer.strategy.precision_plugin if self.trainer is not None else None
+        return getattr(plugin, "scaler", None)
 
     def after_step(self) -> None:
         """Count the step; now and then compare replicas. Collective: every rank, at the same steps."""
@@ -335,6 +347,23 @@ class StepDriver:
             self.reducer.settle()
         if self.keeper is not None:
             self.keeper.before_use(between_steps=between_steps)
+
+    def measure_noise(self, on: bool) -> None:
+        """Take norms of gradients from the next window on, or no longer.
+
+        Raises:
+            ConfigError: This run has no noise scale that could be measured.
+        """
+        if self.reducer is None:
+            return
+        if on:
+            check_noise(
+                self.options,
+                automatic=self._automatic,
+                is_local=self.hook.is_local_sgd,
+                parts=self.reducer.group.world_size * self.windows.most_steps,
+            )
+        self.reducer.take_norms(on)
 
     # Checkpoints
 

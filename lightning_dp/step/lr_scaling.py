@@ -328,8 +328,8 @@ class LRScaling(Callback):
         if before and (before["batch"], before["target"]) != (batch, full):
             log.warning(
                 f"lean_ddp: lr_scaling: the checkpoint was made with {before['batch']} samples per update"
-                f" on {before['ranks']} rank(s), times {before['target']:.4g}; from here on it is {batch} on"
-                f" {ranks}, times {full:.4g}. The warm-up goes on at {done:.0%}."
+                f" on {before['ranks']} rank(s), times {before['target']:.4g}; from here on it is {batch}"
+                f" on {ranks}, times {full:.4g}. The warm-up goes on at {done:.0%}."
             )
         if full > 1 and (1 - done) * updates > left:
             log.warning(

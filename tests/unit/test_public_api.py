@@ -13,6 +13,7 @@ NAMES = {
     "LRScaling",
     "LeanDDPMonitor",
     "LeanDDPStrategy",
+    "NoiseScale",
     "StepStats",
     "StepTimeline",
     "__version__",

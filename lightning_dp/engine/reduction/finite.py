@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.engine.bucket import Bucket, Slot
+from lightning_dp.engine.control import Control
 
 
 class FiniteCheck:
@@ -39,6 +40,10 @@ class FiniteCheck:
                 values = grad.detach().coalesce().values()
                 self._slots.append(slot)
                 self._squared.append(values.abs().double().square().sum().reshape(1))
+
+    def news(self, _: object) -> dict[int, Tensor | float]:
+        """What goes into the control block, when the last bucket has been filled."""
+        return {Control.NON_FINITE: self.found, Control.SQUARED_NORM: self.squared_norm}
 
     @property
     def squared_norm(self) -> Tensor | float:

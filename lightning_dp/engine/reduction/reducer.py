@@ -31,6 +31,7 @@ from lightning_dp.engine.plan.registry import Registry
 from lightning_dp.engine.plan.retune import TUNE_AT, retune
 from lightning_dp.engine.reduction import copies
 from lightning_dp.engine.reduction.failure import Supervision, raise_if_failed
+from lightning_dp.engine.reduction.norms import GradientNorms
 from lightning_dp.engine.reduction.opening import raise_mismatch
 from lightning_dp.engine.reduction.parts import Outcome, Parts
 from lightning_dp.engine.reduction.reduction import Reduction, live
@@ -90,6 +91,7 @@ class Reducer:
         self.registry = Registry(module, group.device, partition_of)
         self.deferred = tuple(deferred)
         self.check_finite = check_finite
+        self.norms: GradientNorms | None = None
         self.times: ReductionTimes | None = None
         self.exact_times = False
         self.reductions = 0
@@ -126,6 +128,8 @@ class Reducer:
                 self._handles.pop(slot.index).remove()
         new = self.registry.add_new()
         self._attach(new)
+        if self.norms is not None:
+            self.norms.watch(new)
         return [slot.name for slot in new]
 
     def close(self) -> None:
@@ -133,6 +137,7 @@ class Reducer:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self.take_norms(False)
         self.wire.close()
         self._reduction = None
         for slot in self.registry.slots:
@@ -150,6 +155,14 @@ class Reducer:
             return 0
         buckets = [bucket for bucket in self.layout.buckets if bucket.should_release()]
         return sum(bucket.nbytes for bucket in buckets if bucket.release())
+
+    def take_norms(self, on: bool) -> None:
+        """Take norms of gradients from the next window on, or no longer. Every rank, between windows."""
+        if self.norms is not None:
+            self.norms.close()
+        self.norms = GradientNorms(self.group, self.wire.predivide_factor) if on else None
+        if self.norms is not None:
+            self.norms.watch(self.registry.slots)
 
     # One backward
 
@@ -326,6 +339,7 @@ class Reducer:
             known=self._known.get(partition),
             passed=self._passed,
             check_finite=checked,
+            norms=self.norms,
             zero_bad=self.check_finite == "raise" and not self.group.host_reads_are_free,
             times=ReductionTimes(exact=self.exact_times),
         )

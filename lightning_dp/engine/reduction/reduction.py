@@ -26,6 +26,7 @@ from lightning_dp.engine.plan.layout import Layout
 from lightning_dp.engine.reduction import copies
 from lightning_dp.engine.reduction.failure import bounded_wait
 from lightning_dp.engine.reduction.finite import FiniteCheck
+from lightning_dp.engine.reduction.norms import GradientNorms
 from lightning_dp.engine.reduction.opening import Opening, raise_mismatch
 from lightning_dp.engine.reduction.parts import Outcome, Parts
 from lightning_dp.engine.reduction.sparse import reduce_sparse
@@ -69,6 +70,7 @@ class Reduction:
         passed: What was trainable in earlier micro-batches of the window, and is sent though it may be
             frozen now; parameters without a place by name.
         check_finite: Look at local gradients before they are sent.
+        norms: Takes norms of gradients, where they were asked for.
         zero_bad: Where they are not finite on some rank, and the host cannot know yet, empty them.
         times: Where to note when things happen.
 
@@ -89,6 +91,7 @@ class Reduction:
         known: frozenset[int] | None = None,
         passed: frozenset[int | str] = frozenset(),
         check_finite: bool = False,
+        norms: GradientNorms | None = None,
         zero_bad: bool = False,
         times: ReductionTimes | None = None,
     ) -> None:
@@ -105,6 +108,8 @@ class Reduction:
         self._factor = parts.wire.predivide_factor
         self._streams = gradient_streams(parts.group.device)
         self._finite = FiniteCheck(self._factor) if check_finite else None
+        self._norms = norms
+        self._lookers = [each for each in (self._finite, norms) if each is not None]
         self._zero_bad = zero_bad
         self._late: list[Slot] = []
         self._buffers: list[str] = []
@@ -114,10 +119,8 @@ class Reduction:
         self._passed = passed
         self.live = live(parts.layout, partition, passed)
         self.sequence, self._early = self._plan_launches()
-        self._opening: Opening | None = None
-        free = parts.group.host_reads_are_free
-        if (self.live or known) and not (free and known in (None, self.live)):
-            self._opening = self._open()
+        agreed = parts.group.host_reads_are_free and known in (None, self.live)
+        self._opening = self._open() if (self.live or known) and not agreed else None
 
     def _plan_launches(self) -> tuple[list[Bucket], int]:
         """Return the buckets in launch order, and how many may leave before the backward ends."""
@@ -217,8 +220,8 @@ class Reduction:
             weight = self.parts.window.weight
             if isinstance(weight, Tensor):
                 bucket.grads.masked_fill_(weight == 0, 0.0)  # a mean over nothing may be NaN
-        if self._finite is not None and not empty:
-            self._finite.look(bucket)
+        for each in () if empty else self._lookers:
+            each.look(bucket)
         if control is not None:
             self._write(bucket.control, control, self._factor)
         bucket.is_last = self.launched == len(self.sequence)
@@ -229,9 +232,8 @@ class Reduction:
 
     def _write(self, block: Tensor, control: dict[int, float | Tensor], factor: float) -> None:
         """Write the control block, with what is only known when the last bucket has been filled."""
-        if self._finite is not None:
-            control[Control.NON_FINITE] = self._finite.found
-            control[Control.SQUARED_NORM] = self._finite.squared_norm
+        for each in self._lookers:
+            control.update(each.news(self.parts.window))
         self.parts.window.write(block, control)
         if factor != 1.0:
             block.mul_(factor)
@@ -258,8 +260,8 @@ class Reduction:
             outcome.control = self._finish_alone()
             return outcome
         unplanned = self._unplanned()
-        if self._finite is not None:
-            self._finite.look_sparse(parts.registry.slots)
+        for each in self._lookers:
+            each.look_sparse(parts.registry.slots)
         self._wait_for_opening()
         if self.sequence or (self._sparse() and not unplanned):
             outcome.control = self._round(new=bool(unplanned))
@@ -273,7 +275,7 @@ class Reduction:
         sparse = self._sparse()
         if outcome.control is not None and sparse and not _has_failed(outcome.control):
             reduce_sparse(sparse, parts.group)
-            _scale([slot.param.grad for slot in sparse], self._scale_of(outcome.control))
+            self._scale_all([slot.param.grad for slot in sparse], self._scale_of(outcome.control))
         outcome.late = [slot.name for slot in self._late]
         outcome.stop = self._opening is not None and self._opening.stop
         return outcome
@@ -282,14 +284,20 @@ class Reduction:
         """World of one: nothing to send; only the window's weight is left to divide by."""
         window = self.parts.window
         block = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=self.parts.group.device)
-        window.write(block)
+        window.write(block, self._norms.news(window) if self._norms is not None else None)
         factor = (
             window.factor_on_device(window.weight)
             if isinstance(window.weight, Tensor)
             else window.factor(window.weight, torch.finfo(block.dtype).eps)
         )
-        _scale([slot.param.grad for slot in self.parts.registry.slots], factor)
+        self._scale_all([slot.param.grad for slot in self.parts.registry.slots], factor)
         return block
+
+    def _scale_all(self, grads: Sequence[Tensor | None], factor: Tensor | float) -> None:
+        """Scale gradients that are in no bucket."""
+        _scale(grads, factor)
+        if self._norms is not None:
+            self._norms.look_averaged((), grads)
 
     def _wait_for_opening(self) -> None:
         opening = self._opening
@@ -362,6 +370,8 @@ class Reduction:
             _scale([bucket.grads], factor)
             if self._zero_bad:
                 bucket.grads.masked_fill_(control[Control.NON_FINITE] > 0, 0.0)
+        if self._norms is not None:
+            self._norms.look_averaged(buckets)
         copies.copy_out_rest(buckets)
         self.in_flight = []
         return control

@@ -35,6 +35,7 @@ class AccumulationWindow:
         weighted: Whether micro-batches weigh (automatic optimization). Without, a reduction is the
             plain mean over ranks.
         weight: Sum of weights so far, as multiples of ``reference``.
+        last_weight: The last micro-batch's.
         reference: The same on all ranks ([Note: relative weights]).
         micro_batches: How many there were, of all ranks' if the window was restored.
         position: Which micro-batch of the window runs now, from 0; counted here, never inferred from a
@@ -59,6 +60,7 @@ class AccumulationWindow:
         """Begin an empty window."""
         self.weighted = False
         self.weight: Tensor | float = 0.0
+        self.last_weight: Tensor | float = 0.0
         self.micro_batches = 0
         self.loss: Tensor | float = 0.0
 
@@ -78,6 +80,7 @@ class AccumulationWindow:
         self.weighted = True
         self.divisor = divisor
         self.weight = self.weight + weight
+        self.last_weight = weight
         self.micro_batches += 1
         if loss is not None:
             self.loss = self.loss + weight * (loss.detach() if isinstance(loss, Tensor) else loss)

@@ -1,0 +1,40 @@
+"""Which runs have a gradient noise scale that can be measured."""
+
+from __future__ import annotations
+
+from lightning_dp.errors import ConfigError
+from lightning_dp.options import EngineOptions
+
+
+def check_noise(options: EngineOptions, *, automatic: bool, is_local: bool, parts: int) -> None:
+    """Refuse what would give another number than the noise scale.
+
+    Args:
+        options: The strategy's.
+        automatic: Whether the module uses automatic optimization.
+        is_local: Whether parameters are averaged in place of gradients.
+        parts: Small batches of a window, at most.
+
+    Raises:
+        ConfigError: In one sentence, with what to change.
+    """
+    if not automatic:
+        raise ConfigError(
+            "NoiseScale measures automatic optimization: in manual optimization it cannot know which"
+            " backwards make one step. Take the callback away."
+        )
+    if is_local:
+        raise ConfigError(
+            "NoiseScale needs the averaged gradient, and this run averages parameters instead (local SGD)."
+            " Take the callback away, or ddp_comm_hook."
+        )
+    if options.accum_sync == "every":
+        raise ConfigError(
+            "NoiseScale needs each rank's own gradient of a window, and accum_sync='every' averages after"
+            " each micro-batch. Set accum_sync='window'."
+        )
+    if parts < 2:
+        raise ConfigError(
+            "NoiseScale compares small batches with their mean, and one rank with one micro-batch a window"
+            " has only one. Use two ranks, or accumulate_grad_batches=2 with half the batch."
+        )
