@@ -79,6 +79,13 @@ class WireOptions(_WireType, total=False):
     error_feedback: bool
 
 
+class Zero(TypedDict, total=False):
+    """How the optimizer's state is divided between ranks."""
+
+    split: Literal["auto", "off"] | Sequence[str]
+    except_: Sequence[str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Checked):
     """How gradients are averaged and accumulated.
@@ -116,6 +123,10 @@ class EngineOptions(Checked):
             ``"boundary"``.
         batch: ``{"global": 512, "micro": 16, "accumulate": "auto"}``: samples per optimizer step over
             all ranks and nodes, samples per rank and micro-batch; sets ``accumulate_grad_batches``.
+        zero: 1 keeps each optimizer's state in equal shares, one a rank (ZeRO stage 1); 0 keeps all of
+            it on every rank. Or a mapping: ``split`` is ``"auto"``, ``"off"`` (whole tensors only), or
+            names of optimizer classes that update each parameter by itself; ``except_`` are patterns of
+            parameter names, or names of optimizer classes, whose state stays whole on every rank.
     """
 
     bucket_cap_mb: float | Literal["auto"] = "auto"
@@ -132,6 +143,7 @@ class EngineOptions(Checked):
     incomplete_window: Literal["step", "carry", "drop"] = "step"
     mid_window: Literal["save", "boundary"] = "save"
     batch: Batch | None = None
+    zero: Literal[0, 1] | Zero = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +264,10 @@ class PortedOptions(Checked):
     reduce_dtype: str | None = None
 
 
+_EXCLUDED_BY_ZERO = {
+    "ddp_comm_hook": "a hook returns whole buckets, and each rank updates its slices of them",
+    "model_averaging_period": "between two averages every rank updates all of its own parameters",
+}
 RENAMED = {"tail": "incomplete_window", "eval_tail": "eval_padding", "reduce_dtype": "wire"}
 
 
@@ -265,6 +281,12 @@ class Options(PortedOptions, DDPOptions, FaultOptions, DataOptions, EngineOption
             if getattr(self, old) is not None:
                 self._rename(old, new)
         super().__post_init__()
+        for other in ("ddp_comm_hook", "model_averaging_period"):
+            if self.zero and getattr(self, other) is not None:
+                raise ConfigError(
+                    f"zero={self.zero!r} and {other} exclude each other: {_EXCLUDED_BY_ZERO[other]}."
+                    " Drop one of them."
+                )
         for name, meaning in meanings().items():
             if meaning.startswith("Does nothing") and getattr(self, name) is not None:
                 rank_zero_info(f"lean_ddp: {name} {meaning[0].lower()}{meaning[1:]}")

@@ -81,7 +81,13 @@ class LeanDDPStrategy(DDPStrategy):
         reducer = self._engine.reducer
         if reducer is None or reducer.times is None:
             return None
-        return step_stats(reducer.times, reducer.totals, reducer.group.world_size)
+        held = self.optimizer_state_bytes
+        return step_stats(reducer.times, reducer.totals, reducer.group.world_size, held)
+
+    @property
+    def optimizer_state_bytes(self) -> int:
+        """Bytes of optimizer state that this rank holds; with ``zero``, its share."""
+        return self._engine.zero.state_bytes
 
     def watch_collectives(self, on: bool) -> ReductionTimes | None:
         """Take exact end times of collectives from now on, or no longer; returns the last session's.
@@ -371,6 +377,14 @@ class LeanDDPStrategy(DDPStrategy):
         return super().lightning_module_state_dict()
 
     # Checkpoints
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's whole state; where it is in shares, on rank 0 only.
+
+        Collective: every rank, with ``zero``. Blocks.
+        """
+        whole = self._engine.zero.state_dict(optimizer)
+        return whole if whole is not None else super().optimizer_state(optimizer)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

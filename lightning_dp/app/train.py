@@ -58,6 +58,7 @@ def train(cfg: DictConfig) -> float | None:
                 "effective batch": _effective_batch(cfg, trainer),
                 **tested,
                 "training time": f"{seconds:.1f} s",
+                **_state(trainer),
                 **_timeline(trainer),
                 "folder": parts.output_dir,
             },
@@ -72,6 +73,15 @@ def _test(cfg: DictConfig, parts: Parts) -> Mapping[str, Any]:
     ckpt_path = "best" if saved else None if cfg.train else cfg.ckpt_path
     results = parts.trainer.test(parts.model, parts.data, ckpt_path=ckpt_path, verbose=False)
     return {name: value for result in results for name, value in result.items()}
+
+
+def _state(trainer: pl.Trainer) -> Mapping[str, str]:
+    """What a rank holds of the optimizer's state, where ranks hold shares of it."""
+    held = getattr(trainer.strategy, "optimizer_state_bytes", 0)
+    options = getattr(trainer.strategy, "options", None)
+    if not held or not getattr(options, "zero", 0):
+        return {}
+    return {"optimizer state a rank": f"{held / 2**20:.2f} MiB"}
 
 
 def _timeline(trainer: pl.Trainer) -> Mapping[str, Path]:

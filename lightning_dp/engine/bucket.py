@@ -78,6 +78,7 @@ class Slot:
         "partition",
         "reduction",
         "removed",
+        "sliced",
         "sparse",
         "view",
     )
@@ -88,6 +89,7 @@ class Slot:
         self.param = param
         self.is_complex = param.is_complex()
         self.partition = partition  # buckets never mix partitions (the strategy passes optimizers)
+        self.sliced = False  # its optimizer updates equal slices of buckets; none mixes both kinds
         self.bucket: Bucket | None = None
         self.view: Tensor | None = None  # into the bucket, real dtype
         self.grad_view: Tensor | None = None  # what ``param.grad`` becomes
@@ -207,6 +209,11 @@ class Bucket:
             ranges = [torch.arange(begin, end, device="cpu") for begin, end in self.gaps[:-1]]
             self._gaps = torch.cat([torch.arange(0, device="cpu"), *ranges]).to(self.device)
         self.grads.index_fill_(0, self._gaps, 0.0)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether the optimizers of its parameters work on slices of it."""
+        return self.slots[0].sliced
 
     @property
     def nbytes(self) -> int:

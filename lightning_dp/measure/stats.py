@@ -24,6 +24,7 @@ class StepStats:
         window_weight: Sum of weights over ranks and micro-batches.
         window_micro_batches: Micro-batches over ranks.
         loss: Weighted mean loss of the window over ranks.
+        state_bytes: Bytes of optimizer state that this rank holds.
     """
 
     exposed_ms: float
@@ -37,15 +38,19 @@ class StepStats:
     window_weight: float
     window_micro_batches: float
     loss: float
+    state_bytes: int = 0
 
 
-def step_stats(times: ReductionTimes, totals: WindowTotals | None, world_size: int) -> StepStats:
+def step_stats(
+    times: ReductionTimes, totals: WindowTotals | None, world_size: int, state_bytes: int = 0
+) -> StepStats:
     """Work out one step's statistics from the engine's clock reads.
 
     Args:
         times: Of the session.
         totals: Of the window; ``None`` leaves its numbers at NaN.
         world_size: Replicas.
+        state_bytes: Bytes of optimizer state that this rank holds.
     """
     times.settle()
     wire = _union_s([(each.launched, max(each.done, each.launched)) for each in times.buckets])
@@ -65,6 +70,7 @@ def step_stats(times: ReductionTimes, totals: WindowTotals | None, world_size: i
         window_weight=totals.weight if totals is not None else nan,
         window_micro_batches=totals.micro_batches if totals is not None else nan,
         loss=totals.loss if totals is not None else nan,
+        state_bytes=state_bytes,
     )
 
 

@@ -13,6 +13,9 @@ NAMES: dict[str, dict[str, Any]] = {
     f"lean_ddp{suffix}{tail}": {"start_method": start_method, "find_unused_parameters": unused}
     for suffix, start_method in _STARTS.items()
     for tail, unused in _UNUSED.items()
+} | {
+    f"lean_zero1{suffix}": {"start_method": start_method, "zero": 1}
+    for suffix, start_method in _STARTS.items()
 }
 
 

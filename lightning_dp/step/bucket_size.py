@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from lightning_dp.engine.bucket import UNCUT, Slicing
 from lightning_dp.engine.plan.layout import MIB, LayoutOptions
 from lightning_dp.options import EngineOptions
 
 
 def layout_options(
-    options: EngineOptions, device: torch.device, *, shared: bool = False
+    options: EngineOptions,
+    device: torch.device,
+    *,
+    shared: bool = False,
+    slicing: Slicing = UNCUT,
 ) -> LayoutOptions:
     """How to cut buckets on ``device``; ``shared``: they travel through shared memory."""
     # Measured on gloo over 1 Gbit/s: smaller buckets leave less to wait for after the backward
@@ -21,10 +26,12 @@ def layout_options(
     # On an accelerator gradients arrive when the host does not look; there the default holds. What
     # is chosen by the clock differs between runs, and on three ranks or more another layout adds
     # in another order: ``Trainer(deterministic=True)`` keeps the default too.
-    measurable = auto and device.type == "cpu" and not shared
+    # With ``zero`` the optimizer's state is cut as the buckets are, and must not be cut again.
+    measurable = auto and device.type == "cpu" and not shared and slicing == UNCUT
     return LayoutOptions(
         cap_bytes=cap,
         first_bytes=min(cap, MIB),
         last_bytes=min(cap, MIB),
         tune=measurable and not torch.are_deterministic_algorithms_enabled(),
+        slicing=slicing,
     )

@@ -34,6 +34,7 @@ from lightning_dp.step.noise_checks import check_noise
 from lightning_dp.step.optimizer_groups import OptimizerGroups
 from lightning_dp.step.step_watch import StepWatch
 from lightning_dp.step.wire_choice import WireChoice
+from lightning_dp.step.zero import ZeroState
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class StepDriver:
         self.reducer: Reducer | None = None
         self.keeper: BufferKeeper | None = None
         self.optimizers = OptimizerGroups(())
+        self.zero = ZeroState(options.zero)
         self.trainer: pl.Trainer | None = None
         self._module: pl.LightningModule | None = None
         self.losses: LossWeights | None = None
@@ -114,6 +116,7 @@ class StepDriver:
         assert self._module is not None
         self.optimizers = OptimizerGroups(optimizers)
         self.trainer = trainer
+        self.zero.decide(optimizers, self.optimizers, self.group)
         options = self.options
         wire = self.wire.connect(self.group, trainer, self.timeout, self._supervision)
         shared = isinstance(wire, SharedMemoryWire)
@@ -125,13 +128,17 @@ class StepDriver:
             self.group,
             self.window,
             wire,
-            self.wire.layout_options(self.group.device, shared=shared),
+            self.wire.layout_options(
+                self.group.device, shared=shared, slicing=self.zero.slicing(self.group)
+            ),
             partition_of=self.optimizers.partition,
+            sliced=self.zero.sliced,
             deferred=options.deferred,
             check_finite=options.check_gradients,
             keeper=self.keeper,
             supervision=self._supervision,
         )
+        self.zero.attach(self.reducer)
         self.window.reduce_by_default(False)
         self.hook.restore(self.reducer)
         self._averaged = trainer_seams.averages_weights(trainer)
@@ -144,6 +151,7 @@ class StepDriver:
         """Remove hooks and end the group; gradients and weights stay."""
         self.windows.detach()
         self._steps.close()
+        self.zero.close()
         if self.reducer is not None:
             self.reducer.close()
         if self.group is not None:
@@ -155,6 +163,7 @@ class StepDriver:
 
     def abort(self, error: BaseException) -> None:
         """Give up a step that this rank cannot finish; never raises."""
+        self.zero.put_back()
         if self.reducer is not None:
             self.reducer.abort(error)
 
@@ -404,7 +413,10 @@ class StepDriver:
         self.window.step += 1
         self.window.stop = self._supervision.asked_to_stop()
         self.windows.begin_batch(batch_idx, automatic=self._automatic)
-        if self.optimizers.have_grown() or batch_idx == 0:
+        grown = self.optimizers.have_grown()
+        if grown:
+            self.reducer.registry.look_again()
+        if grown or batch_idx == 0:
             self._take_in_new()
             if self.keeper is not None:
                 self.keeper.refresh()

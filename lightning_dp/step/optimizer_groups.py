@@ -20,7 +20,7 @@ class OptimizerGroups:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._partitions: dict[int, int] | None = None  # by id, until groups may have changed
+        self._members: dict[int, list[int]] | None = None  # by id, until groups may have changed
         self._seen = self._count()
 
     def _count(self) -> int:
@@ -29,19 +29,22 @@ class OptimizerGroups:
     def have_grown(self) -> bool:
         """Whether a group was added or removed since the last time this was asked."""
         before, self._seen = self._seen, self._count()
-        self._partitions = None  # a group may also have been given other parameters
+        self._members = None  # a group may also have been given other parameters
         return before != self._seen
 
     def partition(self, parameter: nn.Parameter) -> int:
         """The number of the parameter's optimizer; one above the last for a parameter without."""
-        if self._partitions is None:
-            self._partitions = {
-                id(member): index
-                for index, optimizer in reversed([*enumerate(self._optimizers)])
-                for group in optimizer.param_groups
-                for member in group["params"]
-            }
-        return self._partitions.get(id(parameter), len(self._optimizers))
+        return next(iter(self.all_of(parameter)), len(self._optimizers))
+
+    def all_of(self, parameter: nn.Parameter) -> list[int]:
+        """The numbers of all optimizers that have the parameter; usually one."""
+        if self._members is None:
+            self._members = {}
+            for index, optimizer in enumerate(self._optimizers):
+                for group in optimizer.param_groups:
+                    for member in group["params"]:
+                        self._members.setdefault(id(member), []).append(index)
+        return self._members.get(id(parameter), [])
 
     def settings(self) -> dict[str, Any]:
         """Learning rates and the other scalars of all groups, by name. The host waits for the device."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_dp.engine.bucket import UNCUT, Slicing
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.reduction.failure import Supervision
@@ -64,10 +65,12 @@ class WireChoice:
                 " wire='bf16' is torch's bf16_compress_hook with sums in fp32."
             )
 
-    def layout_options(self, device: torch.device, *, shared: bool) -> LayoutOptions:
+    def layout_options(
+        self, device: torch.device, *, shared: bool, slicing: Slicing = UNCUT
+    ) -> LayoutOptions:
         """How to cut buckets on ``device``; ``shared``: they travel through shared memory."""
         return replace(
-            layout_options(self._options, device, shared=shared),
+            layout_options(self._options, device, shared=shared, slicing=slicing),
             reduce_dtype=torch.float32 if self._asked == "fp32" else None,
             advise=self._asked == "auto",
         )

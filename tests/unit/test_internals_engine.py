@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning_dp import LeanDDPStrategy
 from lightning_dp.internals import autograd as autograd_seams
 from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.internals.optimizers import run_first_after_step
 from lightning_dp.step.layer_sync import CPULayerSync
 
 
@@ -118,3 +119,18 @@ def test_what_torch_may_not_say_about_tensors_and_layers():
     assert autograd_seams.ignored_names(layer) == set()
     layer._ddp_params_and_buffers_to_ignore = ["module.bias"]
     assert autograd_seams.ignored_names(layer) == {"bias"}
+
+
+def test_a_hook_runs_before_others_after_a_step(monkeypatch):
+    calls: list[str] = []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    optimizer.register_step_post_hook(lambda *_: calls.append("user"))
+    handle = run_first_after_step(optimizer, lambda *_: calls.append("ours"))
+    optimizer.step()
+    assert calls == ["ours", "user"]
+    handle.remove()
+    hooks = type("Hooks", (dict,), {})()
+    monkeypatch.setattr(optimizer, "_optimizer_step_post_hooks", hooks, raising=False)
+    run_first_after_step(optimizer, lambda *_: calls.append("in a dict"))  # not in order
+    optimizer.step()
+    assert calls[-1] == "in a dict"

@@ -48,8 +48,8 @@ def test_names_for_the_trainer_are_registered_once_however_often_imported():
         f"lean_ddp{start}{unused}"
         for start in ("", "_spawn", "_fork", "_notebook")
         for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
-    }
+    } | {f"lean_zero1{start}" for start in ("", "_spawn", "_fork", "_notebook")}
     importlib.reload(lightning_dp)
     registered = StrategyRegistry.available_strategies()
-    assert {name for name in registered if name.startswith("lean_ddp")} == expected
+    assert {name for name in registered if name.startswith("lean_")} == expected
     assert len(registered) == len(set(registered))

@@ -301,3 +301,29 @@ def test_deterministic_runs_do_not_choose_bucket_sizes_by_the_clock():
         assert not layout_options(Options(), cpu).tune
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "other", [{"ddp_comm_hook": lambda *_: None}, {"model_averaging_period": 2}], ids=str
+)
+def test_z21_zero_excludes_what_needs_whole_buckets_or_other_parameters(other):
+    with pytest.raises(ConfigError, match=r"zero=1 and .* exclude each other: .* Drop one"):
+        LeanDDPStrategy(zero=1, **other)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"masters": True}, "zero has no 'masters'; it takes"),
+        (
+            {"split": 3},
+            "zero.split=3 is not possible; it must be 'auto' or 'off' or a list of names",
+        ),
+        (2, "zero=2 is not possible; it must be 0 or 1 or a mapping of"),
+        (True, "zero=True is not possible"),
+    ],
+    ids=str,
+)
+def test_zero_is_a_number_or_a_mapping_of_known_keys(value, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        LeanDDPStrategy(zero=value)

@@ -118,7 +118,9 @@ class Layout:
     def spec(self, slot: Slot) -> SlotSpec:
         """What planning needs to know of ``slot``."""
         dtype = self.options.wire_dtype(slot)
-        return SlotSpec(slot.index, slot.numel * dtype.itemsize, (str(dtype), slot.partition))
+        return SlotSpec(
+            slot.index, slot.numel * dtype.itemsize, (str(dtype), slot.partition, slot.sliced)
+        )
 
     def defer(self, names: Sequence[str], slots: Sequence[Slot]) -> None:
         """Send the buckets of these parameters last from now on. Every rank must do the same."""

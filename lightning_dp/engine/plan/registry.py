@@ -83,6 +83,7 @@ class Registry:
         module: The user's module.
         device: This rank's device.
         partition_of: Tells which parameters may share a bucket: those with equal numbers.
+        sliced: Tells by name and parameter whether its optimizer updates slices of buckets.
     """
 
     def __init__(
@@ -90,10 +91,12 @@ class Registry:
         module: nn.Module,
         device: torch.device,
         partition_of: Callable[[nn.Parameter], int] = lambda _: 0,
+        sliced: Callable[[str, nn.Parameter], bool] = lambda *_: False,
     ) -> None:
         self.module = module
         self.device = device
         self.partition_of = partition_of
+        self.sliced = sliced
         self.slots: list[Slot] = []
         self._known: set[int] = set()
         self._unplanned: list[Slot] = []
@@ -116,6 +119,15 @@ class Registry:
         """Slots of which it is not known yet how their gradients travel; usually none, or frozen."""
         self._unplanned = [slot for slot in self._unplanned if not slot.planned]
         return self._unplanned
+
+    def look_again(self) -> None:
+        """Optimizers have got other groups: see what that means for parameters without a bucket. Local."""
+        for slot in self.unplanned():
+            self._give_optimizer(slot)
+
+    def _give_optimizer(self, slot: Slot) -> None:
+        slot.partition = self.partition_of(slot.param)
+        slot.sliced = not slot.expects_sparse and self.sliced(slot.name, slot.param)
 
     def drop_removed(self) -> list[Slot]:
         """Let go of parameters that the module no longer has; return their slots."""
@@ -141,9 +153,10 @@ class Registry:
         }
         new = []
         for name, param in self.missing().items():
-            slot = Slot(len(self.slots), name, param, self.partition_of(param))
+            slot = Slot(len(self.slots), name, param)
             self._known.add(id(param))
             slot.expects_sparse = id(param) in sparse
+            self._give_optimizer(slot)
             self._unplanned.append(slot)
             self.slots.append(slot)
             new.append(slot)

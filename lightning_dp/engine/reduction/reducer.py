@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_dp.engine.bucket import Bucket, Slot
+from lightning_dp.engine.bucket import UNCUT, Bucket, Slot
 from lightning_dp.engine.control import Control, Reading, WindowTotals, steps_differ
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import Layout, LayoutOptions
@@ -61,6 +61,7 @@ class Reducer:
         options: How buckets are cut.
         partition_of: Parameters with different numbers never share a bucket (one per optimizer, so
             that a GAN's discriminator is not sent with its generator).
+        sliced: Tells by name and parameter whether its optimizer updates slices of buckets.
         deferred: Name patterns of parameters to send last from the start (``"decoder.*"``).
         check_finite: ``"off"``, ``"warn"`` or ``"raise"``: look at local gradients before they are sent.
         keeper: Who keeps buffers equal; its news travel in the control block.
@@ -77,6 +78,7 @@ class Reducer:
         options: LayoutOptions | None = None,
         *,
         partition_of: Callable[[nn.Parameter], int] = lambda _: 0,
+        sliced: Callable[[str, nn.Parameter], bool] = lambda *_: False,
         deferred: Sequence[str] = (),
         check_finite: str = "off",
         keeper: BufferKeeper | None = None,
@@ -85,10 +87,11 @@ class Reducer:
         self.group = group
         self.window = window
         self.wire: Wire = wire if wire is not None else AllReduceWire(group)
-        self.layout = Layout(
-            group.device, replace(options or LayoutOptions(), slicing=self.wire.slicing)
-        )
-        self.registry = Registry(module, group.device, partition_of)
+        options = options or LayoutOptions()
+        if self.wire.slicing != UNCUT:
+            options = replace(options, slicing=self.wire.slicing)
+        self.layout = Layout(group.device, options)
+        self.registry = Registry(module, group.device, partition_of, sliced)
         self.deferred = tuple(deferred)
         self.check_finite = check_finite
         self.norms: GradientNorms | None = None

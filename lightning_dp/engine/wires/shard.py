@@ -192,7 +192,7 @@ class ShardWire(Stateless):
         ``interruptible_wait``.
         """
         self._check_open()
-        work: InFlight = _all_gather(flat, self._own(flat), self.gather_group)
+        work: InFlight = all_gather(flat, self._own(flat), self.gather_group)
         return work
 
     def forget(self) -> None:
@@ -282,7 +282,7 @@ class ShardWire(Stateless):
                 own = self._own(exchange.grads)
                 _reduce_scatter(own, exchange.grads, self.group.process_group).wait()
                 if exchange.gathers:
-                    _all_gather(exchange.grads, own, self.gather_group).wait()
+                    all_gather(exchange.grads, own, self.gather_group).wait()
             else:
                 self._exchange(exchange)
                 exchange.work.wait()
@@ -317,7 +317,7 @@ class ShardWire(Stateless):
         if exchange.gathers and exchange.codec is not None:
             exchange.codec.encode(own, mine)
         if exchange.gathers:
-            exchange.work = _all_gather(sent.view(-1), mine, self.gather_group)
+            exchange.work = all_gather(sent.view(-1), mine, self.gather_group)
         elif exchange.codec is not None:
             self._give_back(sent)
 
@@ -367,7 +367,8 @@ class ShardWire(Stateless):
         self._spare.clear()
 
 
-def _all_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
+def all_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
+    """Start to bring every rank's ``own`` to all, into ``out``. Collective: every rank. Does not block."""
     # Newer versions of torch warn at the older name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(out, own, group=group, async_op=True)

@@ -1,0 +1,156 @@
+"""One optimizer whose state is in shares: what happens around each of its steps.
+
+[Note: inside the step] A Trainer runs forward, backward, unscaling and clipping in the closure that
+``step`` gets. So the optimizer is shown this rank's parts after the closure has returned, and everything
+is put back, and gathered, before anybody else sees the step's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.errors import ConfigError, ReplicaMismatchError, some_names
+from lightning_dp.internals.optimizers import run_first_after_step
+from lightning_dp.optim import state as states
+from lightning_dp.optim.exchange import Exchange
+from lightning_dp.optim.gather import ParameterGather
+from lightning_dp.optim.shares import Shares
+
+
+class ShardedOptimizer:
+    """Hooks on a user's optimizer, which stays the object that it is.
+
+    Args:
+        optimizer: Whose state is kept in shares.
+        index: Its number, for messages.
+        shares: Who updates what.
+        group: Who takes part.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, index: int, shares: Shares, group: ReplicaGroup
+    ) -> None:
+        self.optimizer = optimizer
+        self._what = f"optimizer {index} ({type(optimizer).__name__})"
+        self._shares = shares
+        self._group = group
+        self._exchange = Exchange(shares)
+        self._gather = ParameterGather(shares, group)
+        self._is_cut = False  # nothing in its state is whole that should be a part
+        self._compared = False
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            run_first_after_step(optimizer, self._after),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks; the state stays in shares. Local."""
+        self.put_back()
+        for handle in self._handles:
+            handle.remove()
+
+    def put_back(self) -> None:
+        """After a step that raised: give parameters and gradients back. Local, idempotent."""
+        self._exchange.leave()
+
+    def state_dict(self, group: ReplicaGroup) -> dict[str, Any]:
+        """The whole state on rank 0 of ``group``, nothing elsewhere. Collective: every rank. Blocks."""
+        self._cut()
+        return states.whole_state_dict(self.optimizer, self._shares, group)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state that this rank holds."""
+        return states.state_bytes(self.optimizer)
+
+    # Around a step ([Note: inside the step])
+
+    def _before(
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        self.put_back()  # what a step left that raised
+        place = next((n for n, value in enumerate(args) if n and callable(value)), None)
+        closure = args[place] if place is not None else kwargs.get("closure")
+        if closure is None:
+            self._enter()
+            return None
+        closed = self._once(closure)
+        if place is None:
+            return args, {**kwargs, "closure": closed}
+        return (*args[:place], closed, *args[place + 1 :]), kwargs
+
+    def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        calls = 0
+
+        def closed() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                self.put_back()
+                raise ConfigError(
+                    f"[rank {self._group.rank}] {self._what} called its closure twice in one step, between"
+                    " which it has changed this rank's share of the parameters only. Keep its state whole:"
+                    f" zero={{'except_': [{type(self.optimizer).__name__!r}]}}."
+                )
+            output = closure()
+            self._enter()
+            return output
+
+        return closed
+
+    def _enter(self) -> None:
+        self._cut()
+        self._exchange.enter(self.optimizer)
+
+    def _cut(self) -> None:
+        if self._shares.follow_layout() or not self._is_cut:
+            states.cut(self.optimizer, self._shares)
+            self._is_cut = True
+
+    def _after(self, *_: Any) -> None:
+        """Put back and gather. Collective: every rank. Blocks."""
+        touched = self._exchange.leave()
+        self._gather.run(touched)
+        if touched and not self._compared:
+            self._compared = True
+            self._compare()
+
+    def _loaded(self, _: Optimizer) -> None:
+        self._is_cut = False
+
+    def _compare(self) -> None:
+        """After the first step: what is kept for the optimizer as a whole must be equal on all ranks.
+
+        Raises:
+            ReplicaMismatchError: It works something out from all parameters that a rank updates.
+
+        Collective: every rank, once. Blocks.
+        """
+        mine = {
+            f"{key} of group {number}": repr(value)
+            for number, group in enumerate(self.optimizer.param_groups)
+            for key, value in group.items()
+            if not key.startswith("param") and _is_scalar(value)
+        }
+        everyone = self._group.all_gather_object(mine)
+        differ = [key for key in mine if any(other.get(key) != mine[key] for other in everyone)]
+        if differ:
+            raise ReplicaMismatchError(
+                f"[rank {self._group.rank}] {some_names(differ)} of {self._what} differ between ranks after"
+                " a step in which each updated its share: it works them out from all of its parameters."
+                f" Keep its state whole: zero={{'except_': [{type(self.optimizer).__name__!r}]}}.",
+                names=differ,
+                ranks=(),
+            )
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, complex, str, tuple)) or (
+        isinstance(value, Tensor) and value.numel() == 1
+    )

@@ -1,0 +1,121 @@
+"""Which part of each parameter a rank updates: a flat range of its memory, all of it, or nothing.
+
+A bucket is cut into equal slices, one a rank, so that every rank has the same work whatever the sizes of
+tensors are. Where an optimizer needs whole tensors, each has an owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_dp.engine.bucket import Bucket, Slot
+from lightning_dp.engine.plan.layout import Layout
+from lightning_dp.optim.kinds import Sharding
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank updates of one parameter.
+
+    Attributes:
+        slot: Whose.
+        begin: First element, in the order of the parameter's memory.
+        end: One behind the last.
+    """
+
+    slot: Slot
+    begin: int
+    end: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole parameter."""
+        return self.end - self.begin == self.slot.param.numel()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank updates nothing of it."""
+        return self.begin == self.end
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The flat view of this range of ``tensor``, whose elements lie in memory as the parameter's do."""
+        first = tensor.storage_offset() + self.begin
+        return tensor.as_strided((self.end - self.begin,), (1,), first)
+
+
+def slice_share(bucket: Bucket, position: int, rank: int) -> Share:
+    """What ``rank`` updates of the slot at ``position`` of ``bucket``."""
+    slot, offset = bucket.slots[position], bucket.offsets[position]
+    length = bucket.slice_numel
+    begin = min(max(rank * length - offset, 0), slot.param.numel())
+    end = min(max((rank + 1) * length - offset, 0), slot.param.numel())
+    return Share(slot, begin, end)
+
+
+class Shares:
+    """Every rank's share of the parameters that have a bucket; follows the layout as it grows.
+
+    Args:
+        layout: The buckets.
+        rank: This rank.
+        world_size: How many there are.
+        sharding_of: How the work on a slot's parameter is divided.
+
+    Attributes:
+        buckets: Those that were taken in, also after the layout has let go of them.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, world_size: int, sharding_of: Callable[[Slot], Sharding]
+    ) -> None:
+        self._layout = layout
+        self.rank = rank
+        self.world_size = world_size
+        self._sharding_of = sharding_of
+        self._mine: dict[int, Share] = {}  # by id of the parameter
+        self._owners: dict[int, int] = {}  # of whole tensors, by slot number
+        self._owned = [0] * world_size  # bytes by rank
+        self.buckets: list[Bucket] = []
+
+    def follow_layout(self) -> bool:
+        """Take in buckets that were made since; return whether there are any."""
+        new = self._layout.buckets[len(self.buckets) :]
+        self.buckets += new
+        for bucket in new:
+            for position, slot in enumerate(bucket.slots):
+                sharding = self._sharding_of(slot)
+                if slot.param.numel() == 0 or sharding is Sharding.REPLICATED:
+                    continue
+                if sharding is Sharding.TENSORS:
+                    self._give_owner(slot)
+                self._mine[id(slot.param)] = self.of_rank(bucket, position, self.rank)
+        return bool(new)
+
+    def _give_owner(self, slot: Slot) -> None:
+        """Give the tensor to the rank that owns least so far, the lower one of two."""
+        owner = self._owned.index(min(self._owned))
+        self._owned[owner] += slot.param.numel() * slot.param.itemsize
+        self._owners[slot.index] = owner
+
+    def of(self, parameter: Tensor) -> Share | None:
+        """What this rank updates of ``parameter``; ``None`` where every rank updates all of it."""
+        return self._mine.get(id(parameter))
+
+    def of_rank(self, bucket: Bucket, position: int, rank: int) -> Share:
+        """What ``rank`` updates of a parameter that is divided."""
+        slot = bucket.slots[position]
+        owner = self._owners.get(slot.index)
+        if owner is None:
+            return slice_share(bucket, position, rank)
+        return Share(slot, 0, slot.param.numel() if rank == owner else 0)
+
+    def owner(self, slot: Slot) -> int:
+        """The rank that updates the whole tensor of ``slot``."""
+        return self._owners[slot.index]
+
+    def divided(self, bucket: Bucket) -> list[int]:
+        """Positions in ``bucket`` whose parameters are divided between ranks."""
+        return [n for n, slot in enumerate(bucket.slots) if id(slot.param) in self._mine]

@@ -1,0 +1,166 @@
+"""``zero=1`` in a Trainer's life: whose state is in shares, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_dp.engine.bucket import UNCUT, Slicing, Slot, is_dense
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.reduction.reducer import Reducer
+from lightning_dp.optim.kinds import Sharding, Verdict, judge
+from lightning_dp.optim.sharded import ShardedOptimizer
+from lightning_dp.optim.shares import Shares
+from lightning_dp.optim.state import state_bytes
+from lightning_dp.step.optimizer_groups import OptimizerGroups
+
+log = logging.getLogger(__name__)
+
+
+class ZeroState:
+    """The optimizers whose state is in shares; none where the option is 0.
+
+    Args:
+        option: The strategy's ``zero``.
+    """
+
+    def __init__(self, option: int | Mapping[str, Any]) -> None:
+        self._asked = option != 0
+        keys = option if isinstance(option, Mapping) else {}
+        split = keys.get("split", "auto")
+        self._slices = split != "off"
+        self._known = () if isinstance(split, str) else tuple(split)
+        self._except: tuple[str, ...] = tuple(keys.get("except_", ()))
+        self._verdicts: list[Verdict] = []
+        self._groups = OptimizerGroups(())
+        self._optimizers: Sequence[Optimizer] = ()
+        self._sharded: dict[int, ShardedOptimizer] = {}  # by number of the optimizer
+        self._group: ReplicaGroup | None = None
+        self._is_open = False
+
+    def decide(
+        self, optimizers: Sequence[Optimizer], groups: OptimizerGroups, group: ReplicaGroup
+    ) -> None:
+        """Work out, on rank 0 for all, how the work of each optimizer is divided.
+
+        Collective: every rank, where shares were asked for. Blocks.
+        """
+        self._optimizers, self._groups, self._sharded = optimizers, groups, {}
+        self._verdicts = []
+        self._group, self._is_open = group, True
+        if not self._asked:
+            return
+        if group.world_size == 1:
+            log.info("lean_ddp: zero: one rank has nothing to share; its state stays whole.")
+            return
+        mine = [self._judge(each) for each in optimizers] if group.rank == 0 else None
+        self._verdicts = group.broadcast_object(mine)
+        if group.rank == 0:
+            for number, (each, verdict) in enumerate(zip(optimizers, self._verdicts, strict=True)):
+                self._say(f"optimizer {number} ({type(each).__name__})", verdict)
+
+    def _judge(self, optimizer: Optimizer) -> Verdict:
+        if not isinstance(optimizer, Optimizer):
+            return Verdict(Sharding.REPLICATED, "it is not a torch.optim.Optimizer")
+        name = type(optimizer).__name__
+        if any(fnmatch(name, pattern) for pattern in self._except):
+            return Verdict(Sharding.REPLICATED, "except_ names it")
+        return judge(optimizer, self._known, slices=self._slices)
+
+    @staticmethod
+    def _say(what: str, verdict: Verdict) -> None:
+        if verdict.sharding is Sharding.REPLICATED:
+            log.warning(
+                "lean_ddp: zero: the state of %s stays whole on every rank: %s.",
+                what,
+                verdict.reason,
+            )
+        else:
+            log.info("lean_ddp: zero: the state of %s is in %s.", what, verdict.sharding.value)
+
+    def sharding(self, name: str, parameter: nn.Parameter) -> Sharding:
+        """How the work on one parameter is divided."""
+        numbers = self._groups.all_of(parameter)
+        if len(numbers) != 1 or not self._verdicts:
+            return (
+                Sharding.REPLICATED
+            )  # of two optimizers, each would see the other's part as stale
+        kept = any(fnmatch(name, pattern) for pattern in self._except)
+        if kept or parameter.numel() == 0 or not is_dense(parameter):
+            return Sharding.REPLICATED
+        sharding = self._verdicts[numbers[0]].sharding
+        # Optimizers look at a complex number as two real ones, which a slice might part.
+        by_slices = sharding is Sharding.SLICES and not parameter.is_complex()
+        return sharding if by_slices or sharding is Sharding.REPLICATED else Sharding.TENSORS
+
+    def sliced(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's optimizer updates slices of buckets."""
+        return self.sharding(name, parameter) is Sharding.SLICES
+
+    def slicing(self, group: ReplicaGroup) -> Slicing:
+        """How buckets are cut."""
+        divides = any(verdict.sharding is not Sharding.REPLICATED for verdict in self._verdicts)
+        return Slicing(group.world_size) if divides else UNCUT
+
+    def attach(self, reducer: Reducer) -> None:
+        """Hook the optimizers whose work is divided. Local."""
+        group = reducer.group
+
+        def sharding_of(slot: Slot) -> Sharding:
+            sharding = self.sharding(slot.name, slot.param)
+            # One that got its optimizer after its bucket is in no bucket that is cut.
+            late = sharding is Sharding.SLICES and not slot.sliced
+            return Sharding.TENSORS if late else sharding
+
+        shares = Shares(reducer.layout, group.rank, group.world_size, sharding_of)
+        self._sharded = {
+            number: ShardedOptimizer(self._optimizers[number], number, shares, group)
+            for number, verdict in enumerate(self._verdicts)
+            if verdict.sharding is not Sharding.REPLICATED
+        }
+
+    @property
+    def is_active(self) -> bool:
+        """Whether some optimizer's state is in shares."""
+        return bool(self._sharded)
+
+    def put_back(self) -> None:
+        """After a step that raised, give parameters and gradients back. Local, idempotent."""
+        for each in self._sharded.values():
+            each.put_back()
+
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """The optimizer's whole state on rank 0, nothing elsewhere; ``None`` if it is whole everywhere.
+
+        Collective: every rank. Blocks.
+        """
+        number = self._groups.index(optimizer)
+        sharded = self._sharded.get(number) if number is not None else None
+        if sharded is None:
+            return None
+        assert self._group is not None
+        if self._is_open:
+            return sharded.state_dict(self._group)
+        group = ReplicaGroup.create(
+            self._group.device
+        )  # training has ended; shares are still shares
+        try:
+            return sharded.state_dict(group)
+        finally:
+            group.close()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state that this rank holds."""
+        return sum(state_bytes(each) for each in self._optimizers if isinstance(each, Optimizer))
+
+    def close(self) -> None:
+        """Remove the hooks; states stay in shares. Local."""
+        self._is_open = False
+        for each in self._sharded.values():
+            each.close()
