@@ -6,14 +6,13 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import Callback
-
 from lightning_dp.engine.control import WindowTotals
+from lightning_dp.internals.lightning import Callback
 from lightning_dp.internals.trainer import rank_batch_size
 from lightning_dp.measure.noise import NoiseAverage, NoiseEstimate
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning_dp.internals.lightning import pl
 
 log = logging.getLogger(__name__)
 

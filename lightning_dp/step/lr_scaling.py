@@ -20,16 +20,16 @@ from functools import partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp.errors import ConfigError
+from lightning_dp.internals.lightning import Callback
 from lightning_dp.internals.patch import patched
 from lightning_dp.internals.trainer import rank_batch_size
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning_dp.internals.lightning import pl
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from lightning_dp.step.bucket_size import layout_options
 from lightning_dp.step.hook_choice import HookChoice
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning_dp.internals.lightning import pl
 
 log = logging.getLogger(__name__)
 

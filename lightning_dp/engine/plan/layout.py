@@ -75,6 +75,23 @@ class Layout:
         """Parameter numbers by bucket."""
         return [[slot.index for slot in bucket.slots] for bucket in self.buckets]
 
+    def live(
+        self, partition: int | None, passed: frozenset[int | str] = frozenset()
+    ) -> frozenset[int]:
+        """What takes part in a reduction: numbers of buckets, and ``~number`` of each sparse slot.
+
+        That is what has a trainable parameter, or had one in earlier micro-batches of the window
+        (``passed``). A GAN's untouched half stays at home.
+        """
+        buckets = {b.index: b.slots for b in self.buckets}
+        places = {**buckets, **{~slot.index: [slot] for slot in self.sparse}}
+        return frozenset(
+            number
+            for number, slots in places.items()
+            if partition in (None, slots[0].partition)
+            and (number in passed or any(slot.param.requires_grad for slot in slots))
+        )
+
     def extend(self, agreement: Agreement, slots: Sequence[Slot]) -> list[Bucket]:
         """Plan buckets for the parameters of ``agreement``; return the new ones in launch order."""
         specs = []

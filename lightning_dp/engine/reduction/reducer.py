@@ -34,7 +34,7 @@ from lightning_dp.engine.reduction.failure import Supervision, raise_if_failed
 from lightning_dp.engine.reduction.norms import GradientNorms
 from lightning_dp.engine.reduction.opening import raise_mismatch
 from lightning_dp.engine.reduction.parts import Outcome, Parts
-from lightning_dp.engine.reduction.reduction import Reduction, live
+from lightning_dp.engine.reduction.reduction import Reduction
 from lightning_dp.engine.reduction.timing import ReductionTimes
 from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.engine.replicas.buffers import BufferKeeper
@@ -191,7 +191,7 @@ class Reducer:
         self.release_storage()  # not only when the first gradient arrives: then activations are gone
         if not self.window.reduces:
             new = (slot.name for slot in self.registry.unplanned() if slot.param.requires_grad)
-            self._passed |= {*live(self.layout, None), *new}
+            self._passed |= {*self.layout.live(None), *new}
         elif loss.requires_grad:
             ref = weakref.ref(self)
 
@@ -250,7 +250,7 @@ class Reducer:
                 left = self._passed - reduction.live
                 self._passed = frozenset(p for p in left if isinstance(p, int) or p in waiting)
             if outcome.new_buckets or reduction.arrivals is not None:
-                self._known = {reduction.partition: live(self.layout, reduction.partition)}
+                self._known = {reduction.partition: self.layout.live(reduction.partition)}
         except BaseException:
             copies.clear(self.registry.slots)
             raise

@@ -22,7 +22,6 @@ from torch import Tensor
 from lightning_dp.engine.bucket import Bucket, Slot
 from lightning_dp.engine.control import CONTROL_SIZE, Control
 from lightning_dp.engine.plan.agreement import Profile, agree
-from lightning_dp.engine.plan.layout import Layout
 from lightning_dp.engine.reduction import copies
 from lightning_dp.engine.reduction.failure import bounded_wait
 from lightning_dp.engine.reduction.finite import FiniteCheck
@@ -37,24 +36,6 @@ from lightning_dp.engine.wires.wire import InFlight
 from lightning_dp.internals.autograd import graph_task_id
 
 NEVER = 1 << 60
-
-
-def live(
-    layout: Layout, partition: int | None, passed: frozenset[int | str] = frozenset()
-) -> frozenset[int]:
-    """What takes part in a reduction: numbers of buckets, and ``~number`` of each sparse slot.
-
-    That is what has a trainable parameter, or had one in earlier micro-batches of the window (``passed``).
-    A GAN's untouched half stays at home.
-    """
-    buckets = {b.index: b.slots for b in layout.buckets}
-    places = {**buckets, **{~slot.index: [slot] for slot in layout.sparse}}
-    return frozenset(
-        number
-        for number, slots in places.items()
-        if partition in (None, slots[0].partition)
-        and (number in passed or any(slot.param.requires_grad for slot in slots))
-    )
 
 
 class Reduction:
@@ -117,7 +98,7 @@ class Reduction:
         self._repeated: set[int] = set()
         self._nested: set[int] = set()
         self._passed = passed
-        self.live = live(parts.layout, partition, passed)
+        self.live = parts.layout.live(partition, passed)
         self.sequence, self._early = self._plan_launches()
         agreed = parts.group.host_reads_are_free and known in (None, self.live)
         self._opening = self._open() if (self.live or known) and not agreed else None
