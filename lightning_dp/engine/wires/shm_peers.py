@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 MEET_S = 10.0
-_NEWS = struct.Struct("<QQ")  # slices written, slices read
+_NEWS = struct.Struct("<QQQ")  # slices written, added, read
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 _peers: weakref.WeakSet[Peer] = weakref.WeakSet()
 
@@ -37,6 +37,7 @@ class Peer:
         rank: Its number.
         memory: ``(n,)`` uint8, its ring.
         written: Slices that it has told to have written.
+        added: Slices of which it has told to have added its share.
         read: Slices that it has told to have read.
         gone: It has closed its connection, and everything that it told was heard.
     """
@@ -45,8 +46,7 @@ class Peer:
         self.rank = rank
         self.connection = connection
         self.memory = memory
-        self.written = 0
-        self.read = 0
+        self.written = self.added = self.read = 0
         self.gone = False
         _peers.add(self)
 
@@ -59,15 +59,15 @@ class Peer:
         except OSError:
             told = b""
         if told:
-            self.written, self.read = _NEWS.unpack(told[-_NEWS.size :])
+            self.written, self.added, self.read = _NEWS.unpack(told[-_NEWS.size :])
         else:
             self.gone = True
 
-    def tell(self, written: int, read: int) -> None:
+    def tell(self, written: int, added: int, read: int) -> None:
         """Tell it how far this rank is. News are few enough never to fill the connection."""
         # A peer that has gone is no error here: it may have told before all that is needed of it.
         with contextlib.suppress(OSError):
-            self.connection.send(_NEWS.pack(written, read), socket.MSG_NOSIGNAL)
+            self.connection.send(_NEWS.pack(written, added, read), socket.MSG_NOSIGNAL)
 
     def close(self) -> None:
         """Close the connection."""

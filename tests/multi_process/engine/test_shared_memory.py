@@ -41,13 +41,13 @@ def meet(timeout_s: float = 60) -> SharedMemory:
 
 
 def in_rank_order(mine: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The sum that every rank must find, by plain collectives."""
+    """The sum that every rank must find, by plain collectives; half types are added in fp32."""
     everyone = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(everyone, mine)
-    total = everyone[0].clone()
+    total = everyone[0].clone() if mine.dtype == torch.float64 else everyone[0].float()
     for other in everyone[1:]:
         total += other
-    return total
+    return total.to(mine.dtype)
 
 
 def _sums(rank, world_size, dtype):
@@ -71,6 +71,34 @@ def _sums(rank, world_size, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_the_sum_is_that_in_the_order_of_ranks(world_size, dtype):
     run_ranks(_sums, world_size, dtype)
+
+
+@pytest.fixture
+def shares(monkeypatch):
+    """Three ranks share the work of adding, as more of them do."""
+    monkeypatch.setattr(shared_memory, "SHARED_FROM", 3)
+
+
+@pytest.mark.usefixtures("shares")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_each_rank_adds_a_share_the_sum_has_the_same_bits(dtype):
+    run_ranks(_sums, 3, dtype)
+
+
+def _numbers_added(rank, world_size):
+    added = []
+    original = SharedMemory._add
+    SharedMemory._add = lambda *args: (added.append(args[1].numel()), original(*args))
+    mine = torch.full((4 * FLOATS + 5,), float(rank))
+    meet().start(mine).wait()
+    assert bool((mine == sum(range(world_size))).all())
+    return sum(added)
+
+
+def test_from_five_ranks_on_each_adds_its_share_only():
+    assert run_ranks(_numbers_added, 2) == [4 * FLOATS + 5] * 2
+    added = run_ranks(_numbers_added, 5)
+    assert sum(added) == 4 * FLOATS + 5 * 5, "the last slice is small: each adds it"
 
 
 def _control(rank, world_size):
@@ -121,6 +149,12 @@ def _uneven(rank, world_size):
 
 def test_ranks_of_uneven_speed_overwrite_nothing_and_do_not_wait_in_start():
     run_ranks(_uneven, 3)
+
+
+@pytest.mark.usefixtures("shares")
+def test_nor_where_they_share_the_work():
+    run_ranks(_uneven, 3)
+    run_ranks(_leaves, 3)
 
 
 def _read_late(rank, world_size):
@@ -245,6 +279,30 @@ def _in_the_midst(rank, world_size):
 
 def test_a_rank_interrupted_in_the_midst_of_a_sum_leaves_and_sends_nothing_wrong():
     run_ranks(_in_the_midst, 3)
+
+
+def _before_its_share(rank, world_size):
+    """What a rank has written does not help the others, if it leaves before it added its share."""
+    memory = meet()
+    mine = torch.ones(FLOATS * 3)
+    if rank == 1:
+
+        def stop(*_):
+            raise Stop
+
+        memory._add_next = stop
+        with pytest.raises(Stop):
+            memory.start(mine).wait()
+        return
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+        memory.start(mine).wait()
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.usefixtures("shares")
+def test_a_rank_that_leaves_before_its_share_is_seen_at_once():
+    run_ranks(_before_its_share, 3)
 
 
 def _forked(rank, world_size):
