@@ -1,9 +1,9 @@
 """All measurements, printed and kept: ``make bench`` or ``python -m benchmarks [section ...]``.
 
 Sections: loopback, accumulate, link (1 Gbit/s between two test hosts; needs root and iproute2), rates
-(10 Mbit/s to 10 Gbit/s, with a plot), timeline (a picture of one step at 1 Gbit/s), scaling, memory,
-sampler. What the machine was and what was printed goes into ``benchmarks/results/``, also where we are
-slower.
+(10 Mbit/s to 10 Gbit/s, with a plot), wires and wire_rates (the same with gradients in bf16 and int8, beside
+torch's hooks), timeline (a picture of one step at 1 Gbit/s), scaling, memory, sampler. What the machine was
+and what was printed goes into ``benchmarks/results/``, also where we are slower.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ WINDOWS = ["--accumulate", "4", "--steps", "6"]
 DATA, PICTURE = "{data}", "{picture}"
 OUT = ["--out", DATA]
 FLAGS = ["ddp:gradient_as_bucket_view=true", "ddp:static_graph=true"]
+WIRES = ['lean:wire="bf16"', 'lean:wire="int8"']
+HOOKS = ["hook:fp16", "hook:powerSGD"]  # torch's bf16 hook refuses gloo
 OVER_GLOO = "lean:shared_memory=false"  # as between machines
+
+WIRES_OVER_GLOO = [f"{wire},shared_memory=false" for wire in WIRES]
 
 
 def contenders(*names: str) -> list[str]:
@@ -56,6 +60,18 @@ SECTIONS: dict[str, list[list[str]]] = {
     "rates": [
         *(
             link(rate, "--models", model, *OUT, "--steps", steps, "--contenders", "ddp", "lean")
+            for model, runs in RATES.items()
+            for rate, steps in runs.items()
+        ),
+        [sys.executable, "-m", "benchmarks.rates_plot", DATA, PICTURE],
+    ],
+    "wires": [
+        link("1gbit", "--models", "mlp", "transformer", *contenders(*HOOKS, *WIRES)),
+        [*STEP, "--pin", "--models", "mlp", *contenders(*WIRES_OVER_GLOO, OVER_GLOO)],
+    ],
+    "wire_rates": [
+        *(
+            link(rate, "--models", model, *OUT, "--steps", steps, *contenders(*WIRES, *HOOKS[:1]))
             for model, runs in RATES.items()
             for rate, steps in runs.items()
         ),

@@ -11,7 +11,19 @@ import sys
 from pathlib import Path
 
 UNITS = {"mbit": 1e6, "gbit": 1e9}
-COLORS = {"ddp": "#4a78a8", "lean": "#d1495b"}
+COLORS = {
+    "ddp": "#4a78a8",
+    "hook:fp16": "#8a8a8a",
+    "lean": "#d1495b",
+    'lean:wire="bf16"': "#edae49",
+    'lean:wire="int8"': "#3a7d44",
+}
+NAMES = {
+    "hook:fp16": "ddp, fp16 hook",
+    "lean": "lean_ddp",
+    'lean:wire="bf16"': "lean_ddp, wire=bf16",
+    'lean:wire="int8"': "lean_ddp, wire=int8",
+}
 
 
 def bits_per_s(rate: str) -> float:
@@ -31,16 +43,18 @@ def main() -> None:
         above, below = axes[0][column], axes[1][column]
         for contender, color in COLORS.items():
             mine = [r for r in rows if r["model"] == model and r["contender"] == contender]
+            if not mine:
+                continue
             mine.sort(key=lambda row: bits_per_s(row["link"]))
             x = [bits_per_s(row["link"]) for row in mine]
-            name = {"lean": "lean_ddp"}.get(contender, contender)
+            name = NAMES.get(contender, contender)
             above.plot(x, [row["ms"] for row in mine], "o-", color=color, label=name)
-            if contender != "lean":
+            if contender == "ddp":
                 continue
             middle = [row["ratio"] for row in mine]
             low, high = zip(*(map(float, row["spread"].split("..")) for row in mine), strict=True)
-            below.fill_between(x, low, high, color=color, alpha=0.2, label="spread of the rounds")
-            below.plot(x, middle, "o-", color=color, label="lean_ddp / ddp, median")
+            below.fill_between(x, low, high, color=color, alpha=0.2)  # the spread of the rounds
+            below.plot(x, middle, "o-", color=color, label=f"{name} / ddp, median")
         above.set(xscale="log", yscale="log", title=model, ylabel="ms a step")
         below.axhline(1, color="grey", linewidth=0.8)
         below.set(ylim=(0, 1.2), xlabel="limit of the link, bit/s", ylabel="ratio of step times")

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from benchmarks.models import free_port, job
 from lightning_dp import LeanDDPStrategy
@@ -42,9 +43,21 @@ class NoSync(DDPStrategy):
         pass
 
 
+HOOKS = {
+    "fp16": lambda: {"ddp_comm_hook": default_hooks.fp16_compress_hook},
+    "bf16": lambda: {"ddp_comm_hook": default_hooks.bf16_compress_hook},
+    "powerSGD": lambda: {
+        "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
+        "ddp_comm_state": powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2),
+    },
+}
+
+
 def contender(name: str):
-    """Make a strategy from its name: ``ddp``, ``ddp:bucket_cap_mb=2``, ``lean``, ``alone``."""
+    """Make a strategy from its name: ``ddp:bucket_cap_mb=2``, ``hook:fp16``, ``lean``, ``alone``."""
     kind, _, text = name.partition(":")
+    if kind == "hook":
+        return DDPStrategy(cluster_environment=LightningEnvironment(), **HOOKS[text]())
     options = dict(part.split("=") for part in text.split(",") if part)
     options = {key: json.loads(value) for key, value in options.items()}
     cls = {"ddp": DDPStrategy, "lean": LeanDDPStrategy, "alone": NoSync}[kind]
