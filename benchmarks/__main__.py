@@ -1,9 +1,9 @@
 """All measurements, printed and kept: ``make bench`` or ``python -m benchmarks [section ...]``.
 
 Sections: loopback, accumulate, link (1 Gbit/s between two test hosts; needs root and iproute2), rates
-(10 Mbit/s to 10 Gbit/s, with a plot), wires and wire_rates (the same with gradients in bf16 and int8 and
-with torch's hooks), timeline (a picture of one step at 1 Gbit/s), scaling, memory, sampler. What the machine was
-and what was printed goes into ``benchmarks/results/``, also where we are slower.
+(10 Mbit/s to 10 Gbit/s, with a plot), wires and wire_rates (the same with gradients in bf16 and int8
+and with torch's hooks), timeline (a picture of one step at 1 Gbit/s), scaling, memory, sampler. What
+the machine was and what was printed goes into ``benchmarks/results/``, also where we are slower.
 """
 
 from __future__ import annotations

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
+import torch
 
+from lightning_dp.engine.plan.advice import Backward, advice, coding_s_per_byte, gains
 from lightning_dp.engine.plan.cut import SlotSpec
 from lightning_dp.engine.plan.tuning import (
     CAPS_MIB,
@@ -15,7 +18,9 @@ from lightning_dp.engine.plan.tuning import (
     choose,
     expected_wait_s,
 )
+from lightning_dp.engine.wires.codec import Half, Int8
 
+CODECS = [Half(torch.bfloat16), Int8()]
 GBIT = Link(latency_s=3e-4, s_per_byte=8e-9)
 FAST = Link(latency_s=2e-5, s_per_byte=1 / 200e9)
 
@@ -97,3 +102,32 @@ def test_never_expected_worse_than_25_mib(seed):
 
     assert cost(choice.caps) <= cost((25 * MIB, MIB, MIB)) + 1e-12
     assert choice.caps[0] / MIB in CAPS_MIB
+
+
+def advised(
+    link: Link, dtype: torch.dtype = torch.float32, cost: float | None = None
+) -> str | None:
+    arrivals, specs, backward_s = layers()
+    specs = [SlotSpec(spec.index, spec.nbytes, (str(dtype),)) for spec in specs]
+    backward = Backward(arrivals, specs, backward_s)
+    wait = choose(arrivals, specs, backward_s, link).exposed_s
+    costs = {c: coding_s_per_byte(c, 2) if cost is None else cost for c in CODECS}
+    return advice(gains(backward, link, wait, costs), wait, backward_s)
+
+
+def test_L6_a_slow_link_is_advised_to_round_and_a_fast_one_is_not():
+    # 25 MiB: a second at 200 Mbit/s, beside 0.24 s of backward
+    text = advised(Link(3e-4, 8 / 200e6))
+    assert text is not None
+    bf16, int8 = (float(ms) for ms in re.findall(r"save about (\d+) ms", text))
+    assert 400 < bf16 < 530
+    assert 600 < int8 < 800
+    assert re.findall(r"\((\d+)%\)", text)[1] > "55"
+    assert advised(FAST) is None, "loopback: coding costs more than is waited for"
+
+
+def test_L6_what_coding_costs_counts_and_so_does_what_no_codec_can_round():
+    slow = Link(3e-4, 8 / 200e6)
+    assert advised(slow, cost=0.0) is not None
+    assert advised(slow, cost=1.0 / (25 * MIB)) is None, "a second of coding a step"
+    assert advised(slow, torch.bfloat16) is None, "a half-precision model sends half types already"
