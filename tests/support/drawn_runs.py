@@ -23,7 +23,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.wires.all_reduce import AllReduceWire
+from lightning_dp.engine.wires.codec import Codec, Half, Int8
 from lightning_dp.engine.wires.comm_hook import CommHookWire
+from lightning_dp.engine.wires.shard import ShardWire
 from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
 from lightning_dp.engine.wires.wire import Wire
 from lightning_dp.errors import ReplicaMismatchError
@@ -38,6 +40,8 @@ RELATIVE = {
     torch.bfloat16: 3e-2,
     torch.float16: 4e-3,
 }
+# What a codec may round away, as a share of the largest local gradient; several roundings may add up.
+ROUNDED = {"bf16": 0.012, "int8": 0.024}
 # How long ranks wait that freeze other layers, where nobody watches over them as in a Trainer.
 PATIENCE = timedelta(seconds=1)
 
@@ -99,6 +103,7 @@ def _compare(
     expected: dict[str, Tensor | None],
     where: str,
     tolerance: dict[torch.dtype, float],
+    rounded: float,
 ) -> None:
     for name, want in expected.items():
         got = found[name]
@@ -109,17 +114,36 @@ def _compare(
             continue
         size = max(1.0, float(want.abs().max()))
         error = float((got - want).abs().max())
-        assert error <= tolerance[want.dtype] * size, f"{where}: {name} differs by {error}"
+        most = tolerance[want.dtype] * size + (rounded if want.dtype != torch.float64 else 0.0)
+        assert error <= most, f"{where}: {name} differs by {error}, not {most}"
 
 
-def _wire(drawn: Draw, group: ReplicaGroup) -> Wire:
+def _rounded(drawn: Draw, plain: nn.Module, window: int, codec: Codec | None) -> float:
+    """How much a codec may round away in this window; 0 without one. Collective: every rank."""
+    if codec is None:
+        return 0.0
+    present = (grad for grad in grads(plain).values() if grad is not None and grad.numel())
+    local = [grad.abs().max().double() for grad in present]
+    largest = torch.stack([torch.zeros((), dtype=torch.float64), *local]).max()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    micros = drawn.windows[window]
+    total = sum(0.0 if m.lost else m.weight for by_rank in micros for m in by_rank)
+    factor = drawn.world_size / total if drawn.weighted and total else 1.0
+    return ROUNDED[codec.name] * len(micros) * factor * float(largest)
+
+
+def _wire(drawn: Draw, group: ReplicaGroup, codec: Codec | None) -> Wire:
+    if codec is not None:
+        return ShardWire.connect(
+            group, PATIENCE if drawn.frozen_on is not None else None, codec=codec
+        )
     if drawn.hook:
         return CommHookWire(group, default_hooks.allreduce_hook)
     wire = SharedMemoryWire.connect(group, PATIENCE) if drawn.shared_memory else None
     return wire or AllReduceWire(group)
 
 
-def run_draw(drawn: Draw, rank: int, group: ReplicaGroup) -> None:
+def run_draw(drawn: Draw, rank: int, group: ReplicaGroup, codec: Codec | None = None) -> None:
     """Compare every window of ``drawn`` with the reference, and the ranks' bits with each other.
 
     Collective: every rank.
@@ -133,7 +157,7 @@ def run_draw(drawn: Draw, rank: int, group: ReplicaGroup) -> None:
     with Harness(
         module,
         options=options,
-        wire=lambda g: _wire(drawn, g),
+        wire=lambda g: _wire(drawn, g, codec),
         deferred=("*",) if drawn.tells_late else (),
         group=group,
     ) as harness:
@@ -144,13 +168,14 @@ def run_draw(drawn: Draw, rank: int, group: ReplicaGroup) -> None:
                     m.zero_grad(set_to_none=drawn.to_none)
             harness.before_step()
             _run(drawn, plain, window, rank, None)
+            rounded = _rounded(drawn, plain, window, codec)
             expected = _expected(drawn, plain, window)
             _run(drawn, module, window, rank, harness)
             found = grads(module)
             # What is weighted in a module of several types is divided in single precision.
             least = 1e-6 if drawn.weighted else 0.0
             tolerance = {dtype: max(most, least) for dtype, most in RELATIVE.items()}
-            _compare(found, expected, f"window {window}", tolerance)
+            _compare(found, expected, f"window {window}", tolerance, rounded)
             bits += [g is not None and as_bytes(g) for g in found.values()]
             for name, p in plain.named_parameters():  # the next window begins alike
                 mean = expected[name]
@@ -162,14 +187,14 @@ def run_draw(drawn: Draw, rank: int, group: ReplicaGroup) -> None:
     assert len(set(everyone)) == 1, "the ranks' gradients are not the same bits"
 
 
-def _equal_or_all_fail(drawn: Draw, rank: int) -> str:
+def _equal_or_all_fail(drawn: Draw, rank: int, codec: Codec | None) -> str:
     """A draw in which ranks differ in what they train: what they are told ends all of them."""
     group = ReplicaGroup.create(
         torch.device("cpu"), PATIENCE, host_reads_are_free=not drawn.deferred
     )
     told: str | None = None
     try:
-        run_draw(drawn, rank, group)
+        run_draw(drawn, rank, group, codec)
     except (ReplicaMismatchError, RuntimeError) as error:  # by name, or as a wait that timed out
         told = repr(error)
     everyone: list[str | None] = [None] * drawn.world_size
@@ -178,8 +203,14 @@ def _equal_or_all_fail(drawn: Draw, rank: int) -> str:
     return "equal" if told is None else "error"
 
 
-def run_seeds(rank: int, world_size: int, seeds: Iterable[int]) -> dict[str, int]:
-    """Run these draws on this rank; return how many ended how. Collective: every rank."""
+def run_seeds(
+    rank: int, world_size: int, seeds: Iterable[int], wire: str | None = None
+) -> dict[str, int]:
+    """Run these draws on this rank; return how many ended how. Collective: every rank.
+
+    ``wire`` sends all of them rounded, ``"bf16"`` or ``"int8"``, and allows for that.
+    """
+    codec = {None: None, "bf16": Half(torch.bfloat16), "int8": Int8(16)}[wire]
     warnings.simplefilter("ignore")  # torch's, about checkpoints whose input needs no gradient
     torch.set_num_threads(1)
     groups = {
@@ -191,9 +222,9 @@ def run_seeds(rank: int, world_size: int, seeds: Iterable[int]) -> dict[str, int
         drawn = draw(seed, world_size)
         try:
             if drawn.frozen_on is not None:
-                ended[_equal_or_all_fail(drawn, rank)] += 1
+                ended[_equal_or_all_fail(drawn, rank, codec)] += 1
             else:
-                run_draw(drawn, rank, groups[drawn.deferred])
+                run_draw(drawn, rank, groups[drawn.deferred], codec)
                 ended["equal"] += 1
         except BaseException as error:
             raise AssertionError(
@@ -208,12 +239,13 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first draw")
     parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--wire", choices=["bf16", "int8"])
     args = parser.parse_args()
     portion, begun = 100, time.monotonic()
     for number in range(math.ceil(args.draws / portion)):
         first = args.first + number * portion
         seeds = range(first, min(first + portion, args.first + args.draws))
-        ended = run_ranks(run_seeds, args.world_size, seeds, timeout_s=900)[0]
+        ended = run_ranks(run_seeds, args.world_size, seeds, args.wire, timeout_s=900)[0]
         print(f"seeds {seeds.start} to {seeds.stop - 1}: {ended}", flush=True)
     print(f"{args.draws} draws in {time.monotonic() - begun:.0f} s: all right")
 

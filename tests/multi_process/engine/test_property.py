@@ -24,6 +24,12 @@ def test_random_modules_and_windows_equal_the_reference(world_size):
     assert ended["error"] > 0, "no draw froze a layer on one rank only"
 
 
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_random_modules_on_a_rounded_wire_are_within_its_error(wire):
+    ended = run_ranks(run_seeds, 2, range(DRAWS // 5), wire, timeout_s=240)[0]
+    assert ended["equal"] > DRAWS // 10
+
+
 def _without_average(rank, world_size, seeds):
     def nothing(self, bucket):
         bucket.allocate()
