@@ -83,6 +83,7 @@ class Zero(TypedDict, total=False):
     """How the optimizer's state is divided between ranks."""
 
     split: Literal["auto", "off"] | Sequence[str]
+    gradients: Literal["auto", "own", "all"]
     except_: Sequence[str]
 
 
@@ -125,7 +126,9 @@ class EngineOptions(Checked):
             all ranks and nodes, samples per rank and micro-batch; sets ``accumulate_grad_batches``.
         zero: 1 keeps each optimizer's state in equal shares, one a rank (ZeRO stage 1); 0 keeps all of
             it on every rank. Or a mapping: ``split`` is ``"auto"``, ``"off"`` (whole tensors only), or
-            names of optimizer classes that update each parameter by itself; ``except_`` are patterns of
+            names of optimizer classes that update each parameter by itself; ``gradients``: a rank gets the
+            means of its ``"own"`` slices only, and zeros elsewhere, or of ``"all"`` (half as many bytes
+            more), or the latter where a hook may read them (``"auto"``); ``except_`` are patterns of
             parameter names, or names of optimizer classes, whose state stays whole on every rank.
     """
 

@@ -210,6 +210,11 @@ class Bucket:
             self._gaps = torch.cat([torch.arange(0, device="cpu"), *ranges]).to(self.device)
         self.grads.index_fill_(0, self._gaps, 0.0)
 
+    def keep_slice(self, rank: int) -> None:
+        """Set what rank ``rank`` does not own to zero: what is there means nothing."""
+        self.grads[: rank * self.slice_numel].zero_()
+        self.grads[(rank + 1) * self.slice_numel :].zero_()
+
     @property
     def sliced(self) -> bool:
         """Whether the optimizers of its parameters work on slices of it."""

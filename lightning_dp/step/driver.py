@@ -68,7 +68,7 @@ class StepDriver:
         self.reducer: Reducer | None = None
         self.keeper: BufferKeeper | None = None
         self.optimizers = OptimizerGroups(())
-        self.zero = ZeroState(options.zero)
+        self.zero = ZeroState(options)
         self.trainer: pl.Trainer | None = None
         self._module: pl.LightningModule | None = None
         self.losses: LossWeights | None = None
@@ -116,9 +116,15 @@ class StepDriver:
         assert self._module is not None
         self.optimizers = OptimizerGroups(optimizers)
         self.trainer = trainer
-        self.zero.decide(optimizers, self.optimizers, self.group)
+        self.zero.decide(optimizers, self.optimizers, self.group, trainer)
         options = self.options
-        wire = self.wire.connect(self.group, trainer, self.timeout, self._supervision)
+        wire = self.wire.connect(
+            self.group,
+            trainer,
+            self.timeout,
+            self._supervision,
+            gathers=not self.zero.own_gradients,
+        )
         shared = isinstance(wire, SharedMemoryWire)
         self.keeper = BufferKeeper(
             self._module, self.group, options.buffers, options.buffer_reduce, self._left_alone

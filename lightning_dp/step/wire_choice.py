@@ -81,8 +81,12 @@ class WireChoice:
         trainer: pl.Trainer,
         timeout: timedelta | None,
         supervision: Supervision,
+        *,
+        gathers: bool = True,
     ) -> Wire | None:
         """Make the wire; ``None`` is one all-reduce a bucket.
+
+        Without ``gathers`` a rank needs the means of its own slices only.
 
         Raises:
             ConfigError: Ranks ask for different wires.
@@ -113,10 +117,12 @@ class WireChoice:
                     self.codec.name,
                 )
             return wire
-        if self.codec is None or not group.reduces:
+        if (self.codec is None and gathers) or not group.reduces:
             return None
         with supervision.connecting():
-            return ShardWire.connect(group, timeout, codec=self.codec, min_bytes=self._min_bytes)
+            return ShardWire.connect(
+                group, timeout, codec=self.codec, min_bytes=self._min_bytes, gathers=gathers
+            )
 
 
 def _codec(name: str, block: int) -> Codec | None:

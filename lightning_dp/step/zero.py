@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,26 +13,53 @@ from torch.optim import Optimizer
 from lightning_dp.engine.bucket import UNCUT, Slicing, Slot, is_dense
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reduction.reducer import Reducer
+from lightning_dp.errors import ConfigError
 from lightning_dp.optim.kinds import Sharding, Verdict, judge
+from lightning_dp.optim.readers import GradientReaders
 from lightning_dp.optim.sharded import ShardedOptimizer
 from lightning_dp.optim.shares import Shares
 from lightning_dp.optim.state import state_bytes
+from lightning_dp.options import EngineOptions
 from lightning_dp.step.optimizer_groups import OptimizerGroups
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 log = logging.getLogger(__name__)
+
+
+# Where users read gradients, or change them.
+READING_HOOKS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "configure_gradient_clipping",
+)
+_NOT_A_USERS = ("lightning.", "pytorch_lightning.", "lightning_dp.")
+
+
+def _is_own(owner: object, hook: str) -> bool:
+    """Whether ``owner`` has a ``hook`` that a user wrote."""
+    module = getattr(getattr(owner, hook, None), "__module__", None) or "lightning."
+    return not module.startswith(_NOT_A_USERS)
 
 
 class ZeroState:
     """The optimizers whose state is in shares; none where the option is 0.
 
     Args:
-        option: The strategy's ``zero``.
+        options: Checked options.
+
+    Attributes:
+        own_gradients: Whether a rank gets the means of its own slices only.
     """
 
-    def __init__(self, option: int | Mapping[str, Any]) -> None:
-        self._asked = option != 0
-        keys = option if isinstance(option, Mapping) else {}
+    def __init__(self, options: EngineOptions) -> None:
+        self._option = options.zero
+        self._accumulates = options.accum_sync == "every"
+        keys: Mapping[str, Any] = self._option if isinstance(self._option, Mapping) else {}
         split = keys.get("split", "auto")
+        self._gradients = keys.get("gradients", "auto")
         self._slices = split != "off"
         self._known = () if isinstance(split, str) else tuple(split)
         self._except: tuple[str, ...] = tuple(keys.get("except_", ()))
@@ -42,18 +69,32 @@ class ZeroState:
         self._sharded: dict[int, ShardedOptimizer] = {}  # by number of the optimizer
         self._group: ReplicaGroup | None = None
         self._is_open = False
+        self.own_gradients = False
+        self._readers: GradientReaders | None = None
 
     def decide(
-        self, optimizers: Sequence[Optimizer], groups: OptimizerGroups, group: ReplicaGroup
+        self,
+        optimizers: Sequence[Optimizer],
+        groups: OptimizerGroups,
+        group: ReplicaGroup,
+        trainer: pl.Trainer,
     ) -> None:
         """Work out, on rank 0 for all, how the work of each optimizer is divided.
 
-        Collective: every rank, where shares were asked for. Blocks.
+        Raises:
+            ConfigError: Ranks ask for different things, or for what the module does not allow.
+
+        Collective: every rank. Blocks.
         """
         self._optimizers, self._groups, self._sharded = optimizers, groups, {}
         self._verdicts = []
         self._group, self._is_open = group, True
-        if not self._asked:
+        self.own_gradients = False
+        asked = group.all_gather_object(repr(self._option))
+        if len(set(asked)) > 1:
+            by_rank = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(asked))
+            raise ConfigError(f"ranks differ in zero: {by_rank}. Pass the same to all.")
+        if not self._option:
             return
         if group.world_size == 1:
             log.info("lean_ddp: zero: one rank has nothing to share; its state stays whole.")
@@ -63,6 +104,51 @@ class ZeroState:
         if group.rank == 0:
             for number, (each, verdict) in enumerate(zip(optimizers, self._verdicts, strict=True)):
                 self._say(f"optimizer {number} ({type(each).__name__})", verdict)
+        if any(verdict.sharding is Sharding.SLICES for verdict in self._verdicts):
+            self.own_gradients = self._own_gradients(trainer, group)
+
+    def _own_gradients(self, trainer: pl.Trainer, group: ReplicaGroup) -> bool:
+        """Whether a rank can do with the means of its own slices. Collective: every rank."""
+        if self._gradients == "all":
+            return False
+        module = trainer.lightning_module
+        must = [
+            why
+            for why, holds in (
+                (
+                    "manual optimization may add to gradients that are averaged",
+                    not module.automatic_optimization,
+                ),
+                ("accum_sync='every' adds to gradients that are averaged", self._accumulates),
+                (
+                    "it has an optimizer_zero_grad of its own",
+                    _is_own(module, "optimizer_zero_grad"),
+                ),
+                ("this version of torch has other names", not GradientReaders.are_known()),
+            )
+            if holds
+        ]
+        if must and self._gradients == "own":
+            raise ConfigError(
+                f"zero={{'gradients': 'own'}} is not possible for {type(module).__name__}: {must[0]}, and a"
+                " rank's gradients would be zero outside of its slices. Use 'auto' or 'all'."
+            )
+        if self._gradients == "auto":
+            callbacks = getattr(trainer, "callbacks", ())
+            must += [
+                f"{type(each).__name__}.{hook} may read them (zero={{'gradients': 'own'}} if it does not)"
+                for each in (module, *callbacks)
+                for hook in READING_HOOKS
+                if _is_own(each, hook)
+            ]
+        found = group.all_gather_object(must)
+        first = next((reasons[0] for reasons in found if reasons), None)
+        if first is not None and group.rank == 0:
+            log.info(
+                "lean_ddp: zero: every rank gets all gradients, which sends half as many bytes more: %s.",
+                first,
+            )
+        return first is None
 
     def _judge(self, optimizer: Optimizer) -> Verdict:
         if not isinstance(optimizer, Optimizer):
@@ -117,6 +203,8 @@ class ZeroState:
             late = sharding is Sharding.SLICES and not slot.sliced
             return Sharding.TENSORS if late else sharding
 
+        if self.own_gradients and not reducer.wire.gathers:
+            self._readers = GradientReaders(lambda: reducer.registry.slots, group)
         shares = Shares(reducer.layout, group.rank, group.world_size, sharding_of)
         self._sharded = {
             number: ShardedOptimizer(self._optimizers[number], number, shares, group)
@@ -161,6 +249,9 @@ class ZeroState:
 
     def close(self) -> None:
         """Remove the hooks; states stay in shares. Local."""
+        if self._readers is not None:
+            self._readers.close()
+            self._readers = None
         self._is_open = False
         for each in self._sharded.values():
             each.close()

@@ -348,6 +348,8 @@ class Reduction:
         buckets = [bucket for bucket, _ in self.in_flight]
         factor = self._scale_of(control)
         for bucket in buckets:
+            if bucket.sliced and not self.parts.wire.gathers:
+                bucket.keep_slice(self.parts.group.rank)
             _scale([bucket.grads], factor)
             if self._zero_bad:
                 bucket.grads.masked_fill_(control[Control.NON_FINITE] > 0, 0.0)

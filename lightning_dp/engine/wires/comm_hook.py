@@ -125,6 +125,7 @@ class CommHookWire:
     keyed_by_bucket = True
     predivide_factor = 1.0
     slicing = UNCUT
+    gathers = True
     ratio = 1.0  # it is not known what a hook sends
 
     def __init__(

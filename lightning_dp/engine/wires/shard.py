@@ -112,8 +112,8 @@ class ShardWire(Stateless):
         codec: How gradients are written in messages; ``None`` sends them as they are. Buckets of float64
             and of half precision always go as they are.
         min_bytes: So do buckets that are smaller.
-        gathers: Whether :meth:`launch` runs both halves; ``False`` leaves each rank with the mean of its
-            own slice, and with its local gradients elsewhere.
+        gathers: Whether :meth:`launch` runs both halves for ``sliced`` buckets too; ``False`` leaves each
+            rank with the mean of its own slice of them, and with its local gradients elsewhere.
     """
 
     carries_control = False
@@ -168,11 +168,11 @@ class ShardWire(Stateless):
     # What others call
 
     def launch(self, bucket: Bucket) -> InFlight:
-        """Start averaging ``bucket`` in place; only this rank's slice of it without ``gathers``.
+        """Start averaging ``bucket`` in place; perhaps only this rank's slice of it (``gathers``).
 
         Collective: every rank, in launch order. Does not block.
         """
-        return self._start(Exchange(self, bucket, gathers=self.gathers))
+        return self._start(Exchange(self, bucket, gathers=self.gathers or not bucket.sliced))
 
     def reduce(self, bucket: Bucket) -> InFlight:
         """Start the first half: ``bucket.slice(rank)`` becomes the mean, the rest stays this rank's own.

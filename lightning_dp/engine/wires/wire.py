@@ -27,6 +27,8 @@ class Wire(Protocol):
             world_size`` where the wire sums, ``1`` where it averages by itself.
         slicing: How it needs the memory of buckets to be cut.
         ratio: Bytes that it sends for gradients of fp32, as a multiple of theirs.
+        gathers: Whether every rank gets all means. Otherwise, of a ``sliced`` bucket, each gets those of
+            its own slice, and the rest of the bucket means nothing.
     """
 
     carries_control: bool
@@ -34,6 +36,7 @@ class Wire(Protocol):
     predivide_factor: float
     slicing: Slicing
     ratio: float
+    gathers: bool
 
     def launch(self, bucket: Bucket) -> InFlight:
         """Start averaging ``bucket`` in place.
@@ -56,6 +59,7 @@ class Stateless:
     predivide_factor: float = 1.0
     slicing: Slicing = UNCUT
     ratio: float = 1.0
+    gathers: bool = True
 
     def forget(self) -> None:
         """Nothing to drop."""
@@ -107,6 +111,11 @@ class RecordingWire:
     def ratio(self) -> float:
         """As the inner wire."""
         return self.inner.ratio
+
+    @property
+    def gathers(self) -> bool:
+        """As the inner wire."""
+        return self.inner.gathers
 
     def forget(self) -> None:
         """As the inner wire."""

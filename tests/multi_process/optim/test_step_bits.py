@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_dp.engine.bucket import Slicing, Slot
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import LayoutOptions
+from lightning_dp.engine.wires.shard import ShardWire
 from lightning_dp.optim.kinds import Sharding, judge
 from lightning_dp.optim.sharded import ShardedOptimizer
 from lightning_dp.optim.shares import Shares
@@ -105,13 +106,18 @@ def train(
     steps: int = 5,
     cap: int = 4096,
     late: bool = True,
+    gathers: bool | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any], int]:
-    """Return parameters, the whole state dict on rank 0, and the bytes of state on this rank."""
+    """Return parameters, the whole state dict on rank 0, and the bytes of state on this rank.
+
+    ``gathers``: over the wire in two halves, of which the second one runs or not.
+    """
     optimizer = make(module)
     options = LayoutOptions(
         cap_bytes=cap, first_bytes=1024, last_bytes=1024, slicing=Slicing(group.world_size)
     )
-    with Harness(module, options=options, group=group) as harness:
+    wire = None if gathers is None else lambda g: ShardWire.connect(g, gathers=gathers)
+    with Harness(module, options=options, group=group, wire=wire) as harness:
         sharded = shards(harness, [optimizer]) if zero else []
         for x, use in batches(module, group.rank, steps):
             optimizer.zero_grad()
@@ -194,6 +200,32 @@ def _bits(rank: int, world_size: int) -> int:
             assert held <= 1.02 * all_of_it / world_size + 1024, (name, held, all_of_it)
         count += 1
     return count
+
+
+def _bits_in_two_halves(rank: int, world_size: int) -> None:
+    group = make_group()
+    names = (
+        "AdamW {'fused': True}",
+        "Adagrad {'foreach': True}",
+        "SGD {'foreach': False}",
+        "Adafactor",
+    )
+    for name, net, make in makers():
+        if name not in names:
+            continue
+        module = seeded(net)
+        twin = copy.deepcopy(module)
+        parameters, state, _ = train(module, make, group, zero=True, gathers=False)
+        expected, plain, _ = train(twin, make, group, zero=False, gathers=True)
+        assert_same_bytes(parameters, expected, name)
+        assert_equal_on_all_ranks(parameters)
+        if rank == 0:
+            assert_same_bytes(state, plain, name)
+
+
+@both_worlds
+def test_z1_the_second_half_carries_parameters_in_place_of_gradients(world_size):
+    run_ranks(_bits_in_two_halves, world_size, timeout_s=120)
 
 
 @both_worlds

@@ -211,6 +211,29 @@ def _all_runs(rank: int, world: int, port: int, options: dict[str, Any]) -> None
             assert_same_bytes(states, plain, name)
 
 
+def _own_gradients(rank: int, world: int, port: int) -> None:
+    """Over the process group a rank gets its own slices only; 3 ranks add in another order than a ring."""
+    for name in (
+        "groups, schedule, clipping",
+        "clipping by value",
+        "window of 3 with a rest",
+        "growing",
+    ):
+        group = {"shared_memory": False}
+        weights, states, held = _run(rank, world, port, name, group, {"gradients": "own"})
+        expected, plain, whole = _run(rank, world, port, name, group, 0)
+        assert_equal_on_all_ranks(weights)
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
+        assert held < 0.8 * whole, (name, held, whole)
+        if rank == 0:
+            torch.testing.assert_close(states[0]["state"], plain[0]["state"], rtol=1e-8, atol=1e-12)
+
+
+@both_worlds
+def test_z5_z9_z10_own_gradients_only(world_size):
+    ranks(_own_gradients, world_size, timeout_s=120)
+
+
 @both_worlds
 def test_z5_z9_z10_z11_z12_z14_the_same_bits_in_a_trainer(world_size):
     ranks(_all_runs, world_size, {}, timeout_s=200)
