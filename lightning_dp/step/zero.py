@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from lightning_dp.engine.bucket import UNCUT, Slicing, Slot, is_dense
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.errors import ConfigError
+from lightning_dp.internals.lightning import pl
 from lightning_dp.optim.kinds import Sharding, Verdict, judge
 from lightning_dp.optim.readers import GradientReaders
 from lightning_dp.optim.sharded import ShardedOptimizer
@@ -21,9 +22,6 @@ from lightning_dp.optim.shares import Shares
 from lightning_dp.optim.state import state_bytes
 from lightning_dp.options import EngineOptions
 from lightning_dp.step.optimizer_groups import OptimizerGroups
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 
