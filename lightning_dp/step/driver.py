@@ -112,38 +112,9 @@ class StepDriver:
 
     def attach(self, optimizers: Sequence[Optimizer], trainer: pl.Trainer) -> None:
         """Hook the parameters; one partition of buckets per optimizer. Collective: every rank."""
-        assert self.group is not None
-        assert self._module is not None
         self.optimizers = OptimizerGroups(optimizers)
         self.trainer = trainer
-        self.zero.decide(optimizers, self.optimizers, self.group, trainer)
-        options = self.options
-        wire = self.wire.connect(
-            self.group,
-            trainer,
-            self.timeout,
-            self._supervision,
-            gathers=not self.zero.own_gradients,
-        )
-        shared = isinstance(wire, SharedMemoryWire)
-        self.keeper = BufferKeeper(
-            self._module, self.group, options.buffers, options.buffer_reduce, self._left_alone
-        )
-        self.reducer = Reducer(
-            self._module,
-            self.group,
-            self.window,
-            wire,
-            self.wire.layout_options(
-                self.group.device, shared=shared, slicing=self.zero.slicing(self.group)
-            ),
-            partition_of=self.optimizers.partition,
-            sliced=self.zero.sliced,
-            deferred=options.deferred,
-            check_finite=options.check_gradients,
-            keeper=self.keeper,
-            supervision=self._supervision,
-        )
+        self.reducer = self._make_reducer(optimizers, trainer)
         self.zero.attach(self.reducer)
         self.window.reduce_by_default(False)
         self.hook.restore(self.reducer)
@@ -151,7 +122,33 @@ class StepDriver:
         self._steps = StepWatch(optimizers)
         self.steps = 0
         self._trained = False
-        self.losses = LossWeights(self.window, self.group)
+        self.losses = LossWeights(self.window, self.reducer.group)
+
+    def _make_reducer(self, optimizers: Sequence[Optimizer], trainer: pl.Trainer) -> Reducer:
+        group, options = self.group, self.options
+        assert group is not None
+        assert self._module is not None
+        self.zero.decide(optimizers, self.optimizers, group, trainer)
+        whole = not self.zero.own_gradients
+        wire = self.wire.connect(group, trainer, self.timeout, self._supervision, gathers=whole)
+        shared = isinstance(wire, SharedMemoryWire)
+        slicing = self.zero.slicing(group)
+        self.keeper = BufferKeeper(
+            self._module, group, options.buffers, options.buffer_reduce, self._left_alone
+        )
+        return Reducer(
+            self._module,
+            group,
+            self.window,
+            wire,
+            self.wire.layout_options(group.device, shared=shared, slicing=slicing),
+            partition_of=self.optimizers.partition,
+            sliced=self.zero.sliced,
+            deferred=options.deferred,
+            check_finite=options.check_gradients,
+            keeper=self.keeper,
+            supervision=self._supervision,
+        )
 
     def close(self) -> None:
         """Remove hooks and end the group; gradients and weights stay."""

@@ -42,6 +42,15 @@ def _is_own(owner: object, hook: str) -> bool:
     return not module.startswith(_NOT_A_USERS)
 
 
+def _readers(owners: Sequence[object]) -> list[str]:
+    return [
+        f"{type(each).__name__}.{hook} may read them (zero={{'gradients': 'own'}} if it does not)"
+        for each in owners
+        for hook in READING_HOOKS
+        if _is_own(each, hook)
+    ]
+
+
 class ZeroState:
     """The optimizers whose state is in shares; none where the option is 0.
 
@@ -110,43 +119,33 @@ class ZeroState:
         if self._gradients == "all":
             return False
         module = trainer.lightning_module
-        must = [
-            why
-            for why, holds in (
-                (
-                    "manual optimization may add to gradients that are averaged",
-                    not module.automatic_optimization,
-                ),
-                ("accum_sync='every' adds to gradients that are averaged", self._accumulates),
-                (
-                    "it has an optimizer_zero_grad of its own",
-                    _is_own(module, "optimizer_zero_grad"),
-                ),
-                ("this version of torch has other names", not GradientReaders.are_known()),
-            )
-            if holds
-        ]
-        if must and self._gradients == "own":
+        reasons = self._obstacles(module)
+        if reasons and self._gradients == "own":
             raise ConfigError(
-                f"zero={{'gradients': 'own'}} is not possible for {type(module).__name__}: {must[0]}, and a"
-                " rank's gradients would be zero outside of its slices. Use 'auto' or 'all'."
+                f"zero={{'gradients': 'own'}} is not possible for {type(module).__name__}: {reasons[0]}, and"
+                " a rank's gradients would be zero outside of its slices. Use 'auto' or 'all'."
             )
         if self._gradients == "auto":
-            callbacks = getattr(trainer, "callbacks", ())
-            must += [
-                f"{type(each).__name__}.{hook} may read them (zero={{'gradients': 'own'}} if it does not)"
-                for each in (module, *callbacks)
-                for hook in READING_HOOKS
-                if _is_own(each, hook)
-            ]
-        found = group.all_gather_object(must)
-        first = next((reasons[0] for reasons in found if reasons), None)
+            reasons += _readers((module, *getattr(trainer, "callbacks", ())))
+        first = next((found[0] for found in group.all_gather_object(reasons) if found), None)
         if first is not None and group.rank == 0:
             log.info(
                 "lean_ddp: zero: every rank gets all gradients, which sends half as many bytes more: %s.",
                 first,
             )
         return first is None
+
+    def _obstacles(self, module: pl.LightningModule) -> list[str]:
+        """What does not work with a part of the gradients."""
+        found = {
+            "manual optimization may add to averaged gradients": not module.automatic_optimization,
+            "accum_sync='every' adds to averaged gradients": self._accumulates,
+            "its optimizer_zero_grad may leave averaged gradients": _is_own(
+                module, "optimizer_zero_grad"
+            ),
+            "this version of torch has other names": not GradientReaders.are_known(),
+        }
+        return [reason for reason, holds in found.items() if holds]
 
     def _judge(self, optimizer: Optimizer) -> Verdict:
         if not isinstance(optimizer, Optimizer):
