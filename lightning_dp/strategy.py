@@ -401,6 +401,8 @@ class LeanDDPStrategy(DDPStrategy):
         """Add what only the strategy knows, then save on rank 0. Collective: every rank."""
         if self._controller.only_launches:
             return  # the ranks that failed were other processes; nothing of theirs is here
+        if self._engine.zero.forbids_saving(checkpoint, filepath):
+            return
         if self._engine.windows.postpone(
             filepath, "optimizer_states" not in checkpoint, storage_options
         ):

@@ -14,6 +14,7 @@ from lightning_dp.engine.bucket import UNCUT, Slicing, Slot, is_dense
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.errors import ConfigError
+from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.lightning import pl
 from lightning_dp.optim.kinds import Sharding, Verdict, judge
 from lightning_dp.optim.readers import GradientReaders
@@ -75,6 +76,7 @@ class ZeroState:
         self._optimizers: Sequence[Optimizer] = ()
         self._sharded: dict[int, ShardedOptimizer] = {}  # by number of the optimizer
         self._group: ReplicaGroup | None = None
+        self._trainer: pl.Trainer | None = None
         self._is_open = False
         self.own_gradients = False
         self._readers: GradientReaders | None = None
@@ -95,7 +97,7 @@ class ZeroState:
         """
         self._optimizers, self._groups, self._sharded = optimizers, groups, {}
         self._verdicts = []
-        self._group, self._is_open = group, True
+        self._group, self._is_open, self._trainer = group, True, trainer
         self.own_gradients = False
         asked = group.all_gather_object(repr(self._option))
         if len(set(asked)) > 1:
@@ -122,7 +124,8 @@ class ZeroState:
         reasons = self._obstacles(module)
         if reasons and self._gradients == "own":
             raise ConfigError(
-                f"zero={{'gradients': 'own'}} is not possible for {type(module).__name__}: {reasons[0]}, and"
+                f"zero={{'gradients': 'own'}} is not possible for {type(module).__name__}:"
+                f" {reasons[0]}, and"
                 " a rank's gradients would be zero outside of its slices. Use 'auto' or 'all'."
             )
         if self._gradients == "auto":
@@ -228,6 +231,8 @@ class ZeroState:
         sharded = self._sharded.get(number) if number is not None else None
         if sharded is None:
             return None
+        if trainer_seams.is_unwinding(self._trainer):
+            return {}  # other ranks, which have the rest, may never come
         assert self._group is not None
         if self._is_open:
             return sharded.state_dict(self._group)
@@ -238,6 +243,19 @@ class ZeroState:
             return sharded.state_dict(group)
         finally:
             group.close()
+
+    def forbids_saving(self, checkpoint: Mapping[str, Any], path: object) -> bool:
+        """Whether ``checkpoint`` lacks what ranks have that may never come; then says so. Local."""
+        if not self._sharded or not trainer_seams.is_unwinding(self._trainer):
+            return False
+        if "optimizer_states" not in checkpoint:
+            return False
+        log.error(
+            "lean_ddp: zero: %s was not written: a run that ends with an error cannot bring the shares of"
+            " the optimizer's state together. The last checkpoint from before holds.",
+            path,
+        )
+        return True
 
     @property
     def state_bytes(self) -> int:

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 
 from lightning_dp import LeanDDPStrategy
 from lightning_dp.internals import autograd as autograd_seams
+from lightning_dp.internals import gradients as gradient_seams
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.optimizers import run_first_after_step
 from lightning_dp.step.layer_sync import CPULayerSync
@@ -134,3 +135,36 @@ def test_a_hook_runs_before_others_after_a_step(monkeypatch):
     run_first_after_step(optimizer, lambda *_: calls.append("in a dict"))  # not in order
     optimizer.step()
     assert calls[-1] == "in a dict"
+
+
+def test_norms_are_asked_also_of_a_clip_that_was_imported_before(monkeypatch):
+    from torch.nn.utils import clip_grad_norm_
+
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 2.0)
+    undo = gradient_seams.own_total_norm(
+        lambda original, tensors, *args: 2 * original(tensors, *args)
+    )
+    assert undo is not None
+    assert clip_grad_norm_([parameter], 100.0) == 8.0
+    undo()
+    assert clip_grad_norm_([parameter], 100.0) == 4.0
+    monkeypatch.delattr(torch.nn.utils.clip_grad, "_get_total_norm")
+    assert gradient_seams.own_total_norm(lambda *_: torch.zeros(())) is None
+
+
+def test_a_scaler_hears_of_an_overflow_elsewhere(monkeypatch):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    undo = gradient_seams.own_found_inf(lambda _, found: found.fill_(1.0))
+    assert undo is not None
+    for overflows in (True, False):
+        parameter.grad = torch.ones(2)
+        before = parameter.detach().clone()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        assert torch.equal(before, parameter) == overflows
+        undo()
+    monkeypatch.delattr(torch.amp.GradScaler, "_unscale_grads_")
+    assert gradient_seams.own_found_inf(lambda *_: None) is None

@@ -1,4 +1,4 @@
-"""Z5, Z9, Z10, Z11, Z12, Z14: a Trainer with ``zero=1`` against the same run without, to the bit."""
+"""Z3, Z4, Z5, Z9, Z10, Z11, Z12, Z14: ``zero=1`` in a Trainer against the same run without."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
@@ -20,6 +21,10 @@ from tests.support.ranks import both_worlds
 from tests.support.trainers import fit, lean, ranks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.cpu_only("the same logic on every device")]
+
+
+# Newer versions of torch have another name for it.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 class Net(pl.LightningModule):
@@ -246,3 +251,55 @@ def test_control_a_step_that_is_not_gathered_is_found():
             _run(rank, world, port, "groups, schedule, clipping", {}, 1)
 
     ranks(run, 2)
+
+
+def _traffic(rank: int, world: int, port: int) -> dict[str, Any]:
+    """Calls of collectives in a step, and their bytes a parameter and rank, as the interface sends them."""
+    sent: dict[str, list[int]] = {}
+    for name in ("all_reduce", "all_to_all_single", GATHER):
+        original = getattr(dist, name)
+
+        def counted(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
+            sent.setdefault(name, []).append(args[0].nbytes)
+            return original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+    steps: list[dict[str, list[int]]] = []
+
+    class Large(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 400), nn.Linear(400, 11))
+            self.double()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.loss(batch, True)
+
+    class Counts(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            sent.clear()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            steps.append({name: list(values) for name, values in sent.items()})
+
+    module = Large()
+    options = {"shared_memory": False, "zero": 1, "bucket_cap_mb": 0.5}
+    strategy = lean(check_replicas_every_n_steps=0, **options)
+    fit(module, rank, world, port, strategy, lambda: [Counts()], accumulate_grad_batches=2)
+    used = [p for name, p in module.named_parameters() if "dead" not in name]
+    return {"steps": steps, "bytes": sum(p.nbytes for p in used)}
+
+
+@both_worlds
+def test_z3_z4_as_many_bytes_as_an_all_reduce_and_two_collectives_a_bucket(world_size):
+    found = ranks(_traffic, world_size)[0]
+    inside, last = found["steps"][-2:]
+    assert inside == {}  # a micro-batch before the last
+    # One small message with flags and control block.
+    (small,) = last["all_reduce"]
+    assert small < 512
+    sent = last["all_to_all_single"], last[GATHER]
+    assert len(sent[0]) - 1 == len(sent[1]) > 1  # the layer that nobody uses has not changed
+    # Of each, a rank sends all but its own slice: together 2 (K - 1) / K of the parameters' bytes.
+    for half in sent:
+        assert found["bytes"] <= sum(half) <= 1.02 * found["bytes"] + 4096
