@@ -15,7 +15,9 @@ ARGS   ?=
 GPUS   ?= 2
 JOBS   ?= 3
 # What the second of Lightning's packages, pytorch_lightning, is tried with, before everything is with the first.
-OTHER_PACKAGE_TESTS := $(addprefix tests/multi_process/,step/test_trainer.py step/test_trainer_fit.py data/test_loaders.py)
+OTHER_PACKAGE_TESTS := tests/unit/test_internals_engine.py tests/unit/test_internals_loaders.py \
+	tests/unit/test_internals_runs.py tests/unit/test_internals_stacks.py tests/unit/test_lightning_cli.py \
+	$(addprefix tests/multi_process/,step/test_trainer.py step/test_trainer_fit.py data/test_loaders.py)
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -44,7 +46,7 @@ lint: $(STAMP)
 # than they compute, for ranks that start or end, so a few run at a time: make JOBS=0 test for one after the other.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p tests.support.other_package \
-		-m "not gpu and not multi_gpu" $(OTHER_PACKAGE_TESTS)
+		-m "not gpu and not multi_gpu" -k "not compile and not precision" $(OTHER_PACKAGE_TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP)
