@@ -36,7 +36,7 @@ class Net(Base):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def _fit(rank, world_size, port, wire, shared, trainer_options):
+def _fit(rank, world_size, port, wire, shared, trainer_options, zero=0):
     lines = log_lines("lightning_dp.step.wire_choice")
     # torch cannot clip sparse gradients
     module, used = Net(sparse="gradient_clip_val" not in trainer_options), []
@@ -50,7 +50,7 @@ def _fit(rank, world_size, port, wire, shared, trainer_options):
         rank,
         world_size,
         port,
-        lean(wire=wire, shared_memory=shared, check_replicas_every_n_steps=1),
+        lean(wire=wire, shared_memory=shared, check_replicas_every_n_steps=1, zero=zero),
         **trainer_options,
     )
     assert_equal_on_all_ranks(dict(module.named_parameters()))
@@ -68,6 +68,13 @@ def test_rounded_training_composes_and_stays_near_exact_training():
             assert steps > 1
             error = float((found - exact).norm() / exact.norm())
             assert 0 < error < most, (wire, options)
+
+
+def test_L5_with_the_optimizer_in_shares_only_its_slices_are_summed_and_rounded_once():
+    exact = ranks(_fit, 2, "auto", False, {"max_epochs": 2}, 1)[0][0]
+    found, kind, _, _ = ranks(_fit, 2, INT8, False, {"max_epochs": 2}, 1)[0]
+    assert kind is ShardWire
+    assert 0 < float((found - exact).norm() / exact.norm()) < 1e-2
 
 
 def test_through_shared_memory_nothing_is_rounded_and_that_is_said_once():
