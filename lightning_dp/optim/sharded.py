@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +21,29 @@ from lightning_dp.optim import state as states
 from lightning_dp.optim.exchange import Exchange
 from lightning_dp.optim.gather import ParameterGather
 from lightning_dp.optim.shares import Shares
+
+# What optimizers that were hooked once have: a second fit may be given the same object.
+_IN_SHARES: WeakKeyDictionary[Optimizer, Shares] = WeakKeyDictionary()
+
+
+def make_whole(optimizer: Optimizer, group: ReplicaGroup) -> None:
+    """Give every rank the whole state of an optimizer that an earlier fit left in shares.
+
+    Raises:
+        ConfigError: The other ranks' shares are not here.
+
+    Collective: every rank, where there was such a fit. Blocks.
+    """
+    shares = _IN_SHARES.pop(optimizer, None)
+    if shares is None:
+        return
+    if (shares.rank, shares.world_size) != (group.rank, group.world_size):
+        raise ConfigError(
+            f"the state of this {type(optimizer).__name__} is in shares of {shares.world_size} ranks since"
+            f" an earlier fit, and this one has {group.world_size}. Make the optimizer anew in"
+            " configure_optimizers, and resume from a checkpoint."
+        )
+    states.make_whole(optimizer, shares, group)
 
 
 class ShardedOptimizer:
@@ -43,6 +67,7 @@ class ShardedOptimizer:
         self._gather = ParameterGather(shares, group)
         self._is_cut = False  # nothing in its state is whole that should be a part
         self._compared = False
+        _IN_SHARES[optimizer] = shares
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             run_first_after_step(optimizer, self._after),

@@ -89,6 +89,23 @@ def whole_state_dict(optimizer: Optimizer, shares: Shares, group: ReplicaGroup) 
         optimizer.state = own
 
 
+def make_whole(optimizer: Optimizer, shares: Shares, group: ReplicaGroup) -> None:
+    """Give every rank the whole state. Collective: every rank. Blocks."""
+    found = _Assembly(optimizer, shares, group).run()
+    for parameter in parameters_of(optimizer):
+        if shares.of(parameter) is None:
+            continue
+        state = group.broadcast_object(found.get(parameter))
+        optimizer.state.pop(parameter, None)
+        if state is not None:
+            optimizer.state[parameter] = {
+                key: value.to(parameter.device)
+                if isinstance(value, Tensor) and value.numel() > 1
+                else value
+                for key, value in state.items()
+            }
+
+
 class _Assembly:
     """One optimizer's state on its way to rank 0."""
 

@@ -18,7 +18,7 @@ from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.lightning import pl
 from lightning_dp.optim.kinds import Sharding, Verdict, judge
 from lightning_dp.optim.readers import GradientReaders
-from lightning_dp.optim.sharded import ShardedOptimizer
+from lightning_dp.optim.sharded import ShardedOptimizer, make_whole
 from lightning_dp.optim.shares import Shares
 from lightning_dp.optim.state import state_bytes
 from lightning_dp.options import EngineOptions
@@ -103,6 +103,8 @@ class ZeroState:
         if len(set(asked)) > 1:
             by_rank = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(asked))
             raise ConfigError(f"ranks differ in zero: {by_rank}. Pass the same to all.")
+        for each in optimizers:
+            make_whole(each, group)
         if not self._option:
             return
         if group.world_size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,55 @@ def _other_saves(rank: int, world: int, port: int, folder: Path) -> None:
     straight, _ = _fit(rank, world, port, Eager, lean(zero=1), max_steps=STEPS + 2)
     assert_same_bytes(plain, expected, "without shares")
     assert_same_bytes(more_steps, straight, "from after the fit")
+
+
+class Keeps(Net):
+    """Gives the same optimizer to every fit."""
+
+    def configure_optimizers(self) -> Any:
+        if not hasattr(self, "kept"):
+            self.kept = torch.optim.AdamW(self.parameters(), 0.02)
+        return self.kept
+
+
+def _same_optimizer(rank: int, world: int, port: int) -> None:
+    found = {}
+    for zero in (0, 1):
+        module = Keeps()
+        for options in ({"zero": zero, "bucket_cap_mb": 0.001}, {"zero": zero}, {}):
+            fit(module, rank, world, port, lean(**options))
+        with torch.no_grad():  # a copy of the optimizer, and a state that is put back by hand
+            copy.deepcopy(module.kept)
+        module.kept.load_state_dict(module.kept.state_dict())
+        found[zero] = module.state_dict()
+    assert_same_bytes(found[1], found[0], "after three fits")
+
+
+def test_z7_the_same_optimizer_in_several_fits():
+    ranks(_same_optimizer, 2)
+
+
+def _rolls_back(rank: int, world: int, port: int) -> None:
+    """A state that a user keeps and puts back in the midst of training, on every rank its own."""
+
+    class Rolls(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            if args[-1] == 1:
+                self.kept = copy.deepcopy(optimizer.state_dict())
+            if args[-1] == 2:
+                optimizer.load_state_dict(self.kept)
+
+    found = {}
+    for zero in (0, 1):
+        module = Amsgrad()
+        fit(module, rank, world, port, lean(zero=zero), lambda: [Rolls()], max_epochs=2)
+        found[zero] = module.state_dict()
+    assert_same_bytes(found[1], found[0], "rolled back")
+
+
+def test_z9_a_state_put_back_by_hand():
+    ranks(_rolls_back, 2)
 
 
 def test_z7_z10_saved_inside_a_window(tmp_path):
