@@ -30,6 +30,10 @@ COMMANDS = {
         "lightning_dp.app.data_picture:main",
         "draw which rank gets which sample: --out data.png",
     ),
+    "plan": (
+        "lightning_dp.app.plan:main",
+        "predict more ranks: measure experiment=bytes, then FILE --ranks 1..64 --bandwidth 10Gbit",
+    ),
 }
 
 

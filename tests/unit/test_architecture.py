@@ -61,7 +61,12 @@ APART = ({"engine", "data", "registration"}, {"step", "data_plane", "launch"})
 
 # The demos are written as a user would write them.
 KNOWS_NOTHING_OF_US = {"demos"}
-CALLBACKS = {"monitor", "noise_scale", "timeline"}  # of measure/: what a user adds to a Trainer
+CALLBACKS = {
+    "monitor",
+    "noise_scale",
+    "profile",
+    "timeline",
+}  # of measure/: what a user adds to a Trainer
 TORCH_ONLY = {"errors", "engine", "data", "optim"}
 INTERNALS = "internals"
 TORCH_INTERNALS = "internals.autograd"  # knows torch only: the engine may ask it

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_dp.engine.plan.advice import Backward, advice, coding_s_per_byte, gains
-from lightning_dp.engine.plan.cut import SlotSpec
-from lightning_dp.engine.plan.tuning import (
+from lightning_dp.engine.plan.cost import (
     CAPS_MIB,
     HOST_S_PER_BUCKET,
     MIB,
@@ -18,6 +17,7 @@ from lightning_dp.engine.plan.tuning import (
     choose,
     expected_wait_s,
 )
+from lightning_dp.engine.plan.cut import SlotSpec
 from lightning_dp.engine.wires.codec import Half, Int8
 
 CODECS = [Half(torch.bfloat16), Int8()]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_dp.engine.plan.cost import MIB, Choice, Link, choose
 from lightning_dp.engine.plan.cut import SlotSpec
-from lightning_dp.engine.plan.tuning import MIB, Choice, Link, choose
 from lightning_dp.engine.wires.codec import Codec, Half, Int8, add_rows
 
 log = logging.getLogger(__name__)

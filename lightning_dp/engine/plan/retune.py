@@ -9,9 +9,10 @@ from dataclasses import replace
 from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.advice import Backward, say_advice
+from lightning_dp.engine.plan.cost import MIB, Choice, Link, choose
 from lightning_dp.engine.plan.layout import Layout
 from lightning_dp.engine.plan.registry import Registry
-from lightning_dp.engine.plan.tuning import MIB, Choice, Link, choose, measure_link
+from lightning_dp.engine.plan.tuning import measure_link
 
 log = logging.getLogger(__name__)
 

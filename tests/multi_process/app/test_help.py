@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightning_dp.app import conf_tools, data_picture, doctor, smoke
+from lightning_dp.app import conf_tools, data_picture, doctor, plan, smoke
 
 # Runs the command, then says what it has loaded. Neither library is needed to print a text.
 LOADED = """
@@ -44,6 +44,8 @@ def loaded(*argv, cwd):
         ["conf", "show", "strategy/lean_dpp"],
         ["data", "--help"],
         ["data", "--ranks", "0"],
+        ["plan", "--help"],
+        ["plan", "--bandwidth", "0Gbit"],
     ],
     ids=" ".join,
 )
@@ -76,7 +78,7 @@ def poor(parser, path):
     ]
 
 
-@pytest.mark.parametrize("module", [conf_tools, data_picture, doctor, smoke])
+@pytest.mark.parametrize("module", [conf_tools, data_picture, doctor, plan, smoke])
 def test_every_option_has_a_help_text_and_its_default(module):
     assert poor(module.parser(), module.__name__) == []
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lightning_dp.engine.plan import retune
+from lightning_dp.engine.plan.cost import Link
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.plan.retune import TUNE_AT
-from lightning_dp.engine.plan.tuning import Link
 from tests.support.logs import log_lines
 from tests.support.parity import check
 from tests.support.ranks import run_ranks

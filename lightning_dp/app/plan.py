@@ -1,0 +1,398 @@
+"""``lean-ddp plan``: what a run would cost on more ranks and another link.
+
+``lean-ddp plan measure experiment=bytes`` measures one rank of this machine; ``lean-ddp plan FILE`` reads
+what it wrote. Without a file, numbers are typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_dp.app.parsing import positive
+
+if TYPE_CHECKING:
+    from lightning_dp.engine.plan.cost import Fabric
+    from lightning_dp.measure.forecast import Forecast, Job, RunProfile
+
+MOST_RANKS = 2**20
+GBIT = 1e9 / 8
+_NUMBER = r"(\d+(?:\.\d*)?(?:e-?\d+)?|\.\d+)"
+_RATES = {
+    "bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": GBIT, "tbit": 1e12 / 8,
+    "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+}  # fmt: skip
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+
+
+def _quantity(units: dict[str, float], what: str, *, zero: bool = False) -> Callable[[str], float]:
+    """A parser of a number with a unit.
+
+    Args:
+        units: What each unit is worth.
+        what: For the message.
+        zero: Whether it may be 0.
+    """
+
+    def read(text: str) -> float:
+        match = re.fullmatch(_NUMBER + r"\s*([a-z]*)(?:/s)?", text.strip().lower())
+        value = float(match[1]) * units[match[2]] if match and match[2] in units else -1.0
+        if value < 0 or (value == 0 and not zero) or math.isinf(value):
+            least = "0 or more" if zero else "above 0"
+            raise argparse.ArgumentTypeError(f"must be {what}, {least}, not {text!r}")
+        return value
+
+    return read
+
+
+_BYTES = _quantity({"": 1.0}, "a number of bytes", zero=True)
+
+
+def ranks_of(text: str) -> list[int]:
+    """Read ``8``, ``2,4,8`` or ``1..4096``, which means the powers of two between, and both ends."""
+    try:
+        first, dots, last = text.partition("..")
+        if dots:
+            low, high = int(first), int(last)
+            powers = [2**i for i in range(MOST_RANKS.bit_length()) if low < 2**i < high]
+            found = [low, *powers, high] if low < high else [low, high]
+        else:
+            found = [int(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or sorted(set(found)) != found or not 1 <= found[0] <= found[-1] <= MOST_RANKS:
+        raise argparse.ArgumentTypeError(
+            f"must be numbers of ranks in rising order, as 8 or 2,4,8 or 1..4096, not {text!r}"
+        )
+    return found
+
+
+def _measured(text: str) -> tuple[int, float]:
+    ranks, _, seconds = text.partition("=")
+    return positive(ranks), _quantity({**_TIMES, "": 1.0}, "RANKS=TIME as 8=120ms")(seconds)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    made = argparse.ArgumentParser(
+        prog="lean-ddp plan", usage="lean-ddp plan [FILE] [OPTIONS]", description=__doc__
+    )
+    made.add_argument("file", nargs="?", type=Path, help="profile.json of lean-ddp plan measure")
+    made.add_argument(
+        "--ranks",
+        type=ranks_of,
+        default=ranks_of("1..64"),
+        help="8, or 2,4,8, or 1..4096 (default: 1..64)",
+    )
+    _add_link(made)
+    _add_job(made)
+    made.add_argument(
+        "--measured", type=_measured, nargs="+", default=[], metavar="RANKS=TIME",
+        help="step times of your own cluster, as 8=120ms 64=131ms: the line through them (default: none)",
+    )  # fmt: skip
+    made.add_argument(
+        "--out", type=Path, default=Path("plan.png"), help="the picture (default: plan.png)"
+    )
+    _add_typed(made)
+    return made
+
+
+def _add_link(made: argparse.ArgumentParser) -> None:
+    """What joins ranks."""
+    rate = _quantity(_RATES, "a rate as 25Gbit or 3GB")
+    wait = _quantity(_TIMES, "a time as 30us", zero=True)
+    link = made.add_argument_group("the link")
+    for name, kind, help_ in (
+        (
+            "--bandwidth",
+            rate,
+            "of a host's link, 25Gbit (default: this machine's own, as measured)",
+        ),
+        ("--latency", wait, "of a message between hosts (default: 30us)"),
+        ("--inner-bandwidth", rate, "between ranks of a host (default: as measured, or 100GB)"),
+    ):
+        link.add_argument(name, type=kind, help=help_)
+    link.add_argument(
+        "--ranks-per-host",
+        type=positive,
+        default=1,
+        help="ranks that share a host's link (default: 1)",
+    )
+
+
+def _add_job(made: argparse.ArgumentParser) -> None:
+    """How gradients are averaged."""
+    job = made.add_argument_group("the run")
+    wires = ("fp32", "bf16", "fp16", "int8")
+    job.add_argument("--wire", choices=wires, default="fp32", help="as the option (default: fp32)")
+    job.add_argument(
+        "--zero", type=int, choices=(0, 1), default=0, help="1 shards the optimizer (default: 0)"
+    )
+    size = _quantity({"": 1.0}, "MiB")
+    for name, kind, default, help_ in (
+        ("--accumulate", positive, 1, "micro-batches of an optimizer step (default: 1)"),
+        ("--outer", positive, 1, "steps between two averages of parameters (default: 1)"),
+        ("--batch", positive, None, "samples of a step over all ranks (default: grows with ranks)"),
+        ("--bucket-mb", size, None, "size of buckets (default: the best)"),
+    ):
+        job.add_argument(name, type=kind, default=default, help=help_)
+
+
+def _add_typed(made: argparse.ArgumentParser) -> None:
+    """What stands in place of a file."""
+    typed = made.add_argument_group("in place of a file")
+    wait = _quantity(_TIMES, "a time as 30us", zero=True)
+    count, time = _quantity(_COUNTS, "a number as 124M"), _quantity(_TIMES, "a time as 80ms")
+    for name, kind, help_ in (
+        ("--parameters", count, "trainable numbers, 124M (no default)"),
+        ("--forward", time, "of a micro-batch, 40ms (no default)"),
+        ("--backward", time, "of a micro-batch, 80ms (no default)"),
+        ("--optimizer", wait, "a step of it, 5ms (default: 0)"),
+        ("--samples", positive, "in a micro-batch of a rank (default: 1)"),
+        ("--state", _BYTES, "bytes of optimizer state a number (default: 8, AdamW)"),
+        (
+            "--activations",
+            _quantity({**_RATES, "": 1.0}, "bytes as 2GB"),
+            "of a micro-batch (default: 0)",
+        ),
+    ):
+        typed.add_argument(name, type=kind, help=help_)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit code."""
+    if argv and argv[0] == "measure":
+        return _measure(argv[1:])
+    command = parser()
+    args = command.parse_args(argv)
+    from lightning_dp.errors import ConfigError
+    from lightning_dp.measure.forecast import Job
+
+    try:
+        if args.measured:
+            return _draw_out(args)
+        profile = _profile(args)
+        fabric = _fabric(profile, args)
+    except (ConfigError, ValueError) as error:
+        command.error(str(error))
+    job = Job(args.wire, args.accumulate, args.zero, args.outer, args.batch, args.bucket_mb)
+    return _report(profile, fabric, job, args)
+
+
+def _measure(overrides: Sequence[str]) -> int:
+    """Train for some seconds on one rank with ``debug=profile``."""
+    if any(each in ("-h", "--help") for each in overrides):
+        print(
+            "usage: lean-ddp plan measure [OVERRIDES OF lean-ddp train], for example experiment=bytes"
+        )
+        return 0
+    from lightning_dp.app.cli import run_as_module
+
+    run_as_module("lightning_dp.app.train", [*overrides, "debug=profile"])
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> RunProfile:
+    """From the file, or from what was typed.
+
+    Raises:
+        ValueError: Neither is there, or both.
+    """
+    from lightning_dp.measure.forecast import RunProfile
+
+    typed = {
+        "--parameters": args.parameters,
+        "--forward": args.forward,
+        "--backward": args.backward,
+    }
+    missing = [name for name, value in typed.items() if value is None]
+    if args.file is not None:
+        if len(missing) < len(typed):
+            raise ValueError(f"{args.file} says what a rank does; leave {', '.join(typed)} out")
+        return RunProfile.load(args.file)
+    if missing:
+        raise ValueError(
+            f"give a profile.json (lean-ddp plan measure makes one), or type {', '.join(missing)}"
+        )
+    slots = 64
+    each = math.ceil(4 * args.parameters / slots)
+    return RunProfile(
+        name=f"{args.parameters / 1e6:g} M parameters", samples=args.samples or 1, forward_s=args.forward,
+        backward_s=args.backward, optimizer_s=args.optimizer or 0.0,
+        gradients=tuple((args.backward * (i + 1) / slots, each) for i in range(slots)),
+        parameter_bytes=round(4 * args.parameters),
+        optimizer_bytes=round((8 if args.state is None else args.state) * args.parameters),
+        activation_bytes=round(args.activations or 0),
+    )  # fmt: skip
+
+
+def _fabric(profile: RunProfile, args: argparse.Namespace) -> Fabric:
+    """The link that was described; without one, this machine's own.
+
+    Raises:
+        ValueError: Nothing is known of a link.
+    """
+    from lightning_dp.engine.plan.cost import HOST_S_PER_BUCKET, Fabric
+
+    on_cpu = profile.cpu_s_per_byte > 0
+    known = profile.shared or profile.loopback
+    inner = args.inner_bandwidth or (known[0] if known else 100e9)
+    fabric = Fabric(
+        bandwidth=args.bandwidth or math.inf,
+        latency_s=30e-6 if args.latency is None else args.latency,
+        ranks_per_host=args.ranks_per_host,
+        inner_bandwidth=inner,
+        inner_latency_s=known[1] if known else 5e-6,
+        inner_busy=1.0 if profile.shared and args.inner_bandwidth is None else 0.0,
+        cpu_s_per_byte=profile.cpu_s_per_byte,
+        message_s=HOST_S_PER_BUCKET if on_cpu else 4e-5,
+    )
+    if args.bandwidth is not None:
+        return fabric
+    if known is None:
+        raise ValueError("give --bandwidth: no link was measured")
+    return replace(fabric, ranks_per_host=args.ranks[-1])
+
+
+# What is printed
+
+
+def _report(profile: RunProfile, fabric: Fabric, job: Job, args: argparse.Namespace) -> int:
+    from lightning_dp.measure.forecast import forecast
+
+    found = [forecast(profile, fabric, job, ranks) for ranks in args.ranks]
+    rows = [row for row in found if row is not None]
+    if not rows:
+        print(
+            f"a batch of {job.batch} has less than one sample for each of {args.ranks[0]} rank(s)"
+        )
+        return 2
+    _table(profile, rows)
+    for line in advice(profile, fabric, job, rows):
+        print(line)
+    if len(rows) < len(found):
+        print(
+            f"From {args.ranks[len(rows)]} ranks on, a batch of {job.batch} is less than a sample each."
+        )
+    draw(rows, profile.name, args.out)
+    print(f"wrote {args.out}")
+    return 0
+
+
+def _table(profile: RunProfile, rows: Sequence[Forecast]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{profile.name}: predicted, with an interval", title_justify="left")
+    for name in ("ranks", "step ms", "from", "to", "waiting ms", "hidden", "efficiency", "samples/s",
+                 "sent MB",
+        "memory GB", "bucket MiB"):  # fmt: skip
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.ranks), f"{row.step_s * 1e3:.4g}", f"{row.low_s * 1e3:.4g}", f"{row.high_s * 1e3:.4g}",
+            f"{row.exposed_s * 1e3:.3g}", f"{row.hidden:.0%}", f"{row.efficiency:.0%}",
+            f"{row.samples_per_s:.4g}", f"{row.sent_bytes / 1e6:.4g}",
+            f"{row.memory_bytes / 1e9:.3g}",
+            f"{row.bucket_mib:g}" if row.bucket_mib else "-",
+        )  # fmt: skip
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
+    console.print(table)
+
+
+def advice(profile: RunProfile, fabric: Fabric, job: Job, rows: Sequence[Forecast]) -> list[str]:
+    """Say where more ranks stop paying, what to change first, and what cannot help."""
+    from lightning_dp.measure.forecast import measures, stops_paying, zero_helps_memory
+
+    stop = stops_paying(rows)
+    said = [
+        f"From {stop} rank(s) on, twice as many bring less than 1.5 times the samples a second."
+        if stop is not None
+        else f"More ranks pay up to {rows[-1].ranks}."
+    ]
+    last = next((row.ranks for row in rows if stop and row.ranks > stop), rows[-1].ranks)
+    if last == 1:
+        return said
+    found = measures(profile, fabric, job, last)
+    helps = [f"{name} (x {gain:.2f})" for name, gain in found if gain >= 1.02]
+    useless = [name for name, gain in found if gain < 1.02]
+    said.append(
+        f"On {last} ranks, change first: {', then '.join(helps)}."
+        if helps
+        else f"On {last} ranks nothing here makes a step faster."
+    )
+    if useless:
+        said.append(f"Cannot help there: {', '.join(useless)}.")
+    if not zero_helps_memory(profile):
+        said.append("zero=1 cannot save memory: the optimizer keeps next to no state.")
+    if rows[-1].ranks > 64:
+        said.append(
+            "Beyond some hundred ranks systems break in ways that no model knows: one published run took"
+            " 13 % longer at 256 than the line through its smaller ones. Measure at a quarter of your"
+            " target and give --measured."
+        )
+    return said
+
+
+def _draw_out(args: argparse.Namespace) -> int:
+    """Draw out the line through step times that were measured on a cluster.
+
+    Raises:
+        ValueError: It is one point.
+    """
+    from lightning_dp.app.report import print_table
+    from lightning_dp.engine.plan.cost import Line
+
+    points = sorted(args.measured)
+    if len({ranks for ranks, _ in points}) < 2:
+        raise ValueError("--measured needs step times at two numbers of ranks, as 8=120ms 64=131ms")
+    line = Line.through(points)
+    most = points[-1][0]
+    rows = {}
+    for ranks in args.ranks:
+        step_s, low_s, high_s = line.at(ranks)
+        beyond = ", more than four times what was measured" if ranks > 4 * most else ""
+        rows[f"{ranks} ranks"] = (
+            f"{step_s * 1e3:.4g} ms ({low_s * 1e3:.4g} to {high_s * 1e3:.4g}){beyond}"
+        )
+    print_table(f"a step: {line.start * 1e3:.4g} ms + {line.slope * 1e6:.4g} us a rank", rows)
+    return 0
+
+
+def draw(rows: Sequence[Forecast], name: str, path: Path) -> None:
+    """Draw step time with its interval, hidden share, efficiency and memory over ranks."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    ranks = [row.ranks for row in rows]
+    axes = figure.subplots(2, 2).flatten()
+    axes[0].fill_between(
+        ranks, [1e3 * row.low_s for row in rows], [1e3 * row.high_s for row in rows], alpha=0.25
+    )
+    for axis, title, values in zip(
+        axes,
+        ("step, ms", "communication hidden, %", "efficiency, %", "memory of a rank, GB"),
+        (
+            [1e3 * row.step_s for row in rows],
+            [100 * row.hidden for row in rows],
+            [100 * row.efficiency for row in rows],
+            [row.memory_bytes / 1e9 for row in rows],
+        ),
+        strict=True,
+    ):
+        axis.plot(ranks, values, marker=".")
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(0, None)
+        axis.set_title(title)
+        axis.set_xlabel("ranks")
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"{name}: predicted")
+    figure.savefig(path, dpi=110)
