@@ -87,6 +87,25 @@ class Zero(TypedDict, total=False):
     except_: Sequence[str]
 
 
+class OuterSGD(TypedDict, total=False):
+    """The outer optimizer: SGD on the ranks' mean change."""
+
+    lr: float
+    momentum: float | Literal[0]
+    nesterov: bool
+
+
+class _Every(TypedDict):
+    every: int
+
+
+class OuterOptions(_Every, total=False):
+    """Local steps of each rank's own, and a meeting after ``every`` of them."""
+
+    optimizer: OuterSGD
+    start_after: int | Literal[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Checked):
     """How gradients are averaged and accumulated.
@@ -122,6 +141,10 @@ class EngineOptions(Checked):
             with the right scale, ``"carry"`` it over, or ``"drop"`` it.
         mid_window: A checkpoint inside a window: ``"save"`` its partial gradients, or write at the next
             ``"boundary"``.
+        outer: Ranks train alone and meet seldom: ``{"every": 50, "optimizer": {"lr": 0.7, "momentum": 0.9,
+            "nesterov": True}, "start_after": 0}``: optimizer steps from one meeting to the next, what
+            steps then on the mean change of the weights (``lr`` 1 and ``momentum`` 0 average the
+            weights), and how many steps reduce gradients first.
         batch: ``{"global": 512, "micro": 16, "accumulate": "auto"}``: samples per optimizer step over
             all ranks and nodes, samples per rank and micro-batch; sets ``accumulate_grad_batches``.
         zero: 1 keeps each optimizer's state in equal shares, one a rank (ZeRO stage 1); 0 keeps all of
@@ -145,6 +168,7 @@ class EngineOptions(Checked):
     manual_sync: Literal["each_backward", "on_step"] = "each_backward"
     incomplete_window: Literal["step", "carry", "drop"] = "step"
     mid_window: Literal["save", "boundary"] = "save"
+    outer: OuterOptions | None = None
     batch: Batch | None = None
     zero: Literal[0, 1] | Zero = 0
 
@@ -215,7 +239,7 @@ class DDPOptions(Checked):
             ``{_target_: hydra.utils.get_method, path: FULL.NAME.OF.THE.HOOK}``.
         ddp_comm_state: The hook's state.
         ddp_comm_wrapper: Wraps the hook (``fp16_compress_wrapper``).
-        model_averaging_period: Steps between parameter averages of post-local SGD.
+        model_averaging_period: With torch's ``PostLocalSGDState``, the old name of ``outer``; warns.
         start_method: How ranks start when nobody else starts them: ``"popen"`` runs the script again;
             ``"fork"``, ``"spawn"`` and ``"forkserver"`` run the Trainer's call in new processes.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
@@ -269,7 +293,7 @@ class PortedOptions(Checked):
 
 _EXCLUDED_BY_ZERO = {
     "ddp_comm_hook": "a hook returns whole buckets, and each rank updates its slices of them",
-    "model_averaging_period": "between two averages every rank updates all of its own parameters",
+    "outer": "between two meetings every rank updates all of its own parameters",
 }
 RENAMED = {"tail": "incomplete_window", "eval_tail": "eval_padding", "reduce_dtype": "wire"}
 
@@ -283,8 +307,10 @@ class Options(PortedOptions, DDPOptions, FaultOptions, DataOptions, EngineOption
         for old, new in RENAMED.items():
             if getattr(self, old) is not None:
                 self._rename(old, new)
+        if hasattr(self.ddp_comm_state, "start_localSGD_iter"):
+            self._take_over_local_sgd()
         super().__post_init__()
-        for other in ("ddp_comm_hook", "model_averaging_period"):
+        for other in _EXCLUDED_BY_ZERO:
             if self.zero and getattr(self, other) is not None:
                 raise ConfigError(
                     f"zero={self.zero!r} and {other} exclude each other: {_EXCLUDED_BY_ZERO[other]}."
@@ -307,6 +333,26 @@ class Options(PortedOptions, DDPOptions, FaultOptions, DataOptions, EngineOption
             stacklevel=8,
         )
         object.__setattr__(self, new, value)
+
+    def _take_over_local_sgd(self) -> None:
+        """Torch's post-local SGD is an outer step that averages."""
+        every, start = self.model_averaging_period, self.ddp_comm_state.start_localSGD_iter  # type: ignore[union-attr]
+        if every is None or self.outer is not None:
+            raise ConfigError(
+                "ddp_comm_state is torch's post-local SGD, which is outer={'every': N, ...} here. Drop"
+                " ddp_comm_state, ddp_comm_hook and model_averaging_period, and write outer alone."
+            )
+        averaging = {"lr": 1.0, "momentum": 0}
+        outer = {"every": every, "optimizer": averaging, "start_after": start}
+        rank_zero_warn(
+            f"lean_ddp: torch's post-local SGD is now outer: write outer={outer!r}. Between two averages each"
+            " rank trains alone, also those of one machine.",
+            category=FutureWarning,
+            stacklevel=8,
+        )
+        for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
+            object.__setattr__(self, name, None)
+        object.__setattr__(self, "outer", outer)
 
     def of_ddp(self) -> dict[str, Any]:
         """Arguments for Lightning's DDPStrategy."""

@@ -330,11 +330,13 @@ class LeanDDPStrategy(DDPStrategy):
         """Make buffers equal. Collective: every rank."""
         self._controller.evaluation_starts()
         self._engine.before_use()
+        self._engine.show_equal()
         super().on_validation_start()
 
     def on_validation_end(self) -> None:
         """Stop here if a rank was asked to. Collective: every rank."""
         super().on_validation_end()
+        self._engine.show_own()
         self._controller.evaluation_ends()
 
     def on_test_start(self) -> None:
@@ -362,7 +364,7 @@ class LeanDDPStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         """Prove replicas identical, make buffers equal, save what waited for it. Collective: every rank."""
-        self._engine.check_replicas()
+        self._engine.end_training()
         trainer = trainer_seams.attached_trainer(self.lightning_module)
         if trainer is not None:
             compare_best_paths(trainer, self.gather_objects)
@@ -374,7 +376,8 @@ class LeanDDPStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's plain ``state_dict``. Collective: every rank, while fitting."""
         self._engine.before_use()
-        return super().lightning_module_state_dict()
+        with self._engine.shown():
+            return super().lightning_module_state_dict()
 
     # Checkpoints
 
@@ -417,7 +420,7 @@ class LeanDDPStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         """Load, and keep what the strategy put in. Every rank calls it."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._engine.remember(checkpoint)
+        self._engine.remember(checkpoint, self.global_rank, self.world_size)
         self._data_plane.load_checkpoint(checkpoint)
         return checkpoint
 

@@ -134,6 +134,19 @@ def is_processed(trainer: pl.Trainer) -> bool:
     return bool(getattr(current, "processed", 0) >= getattr(current, "ready", 0))
 
 
+def ends_with_step(trainer: pl.Trainer) -> bool:
+    """Whether training is known to end with the optimizer step that was made just now.
+
+    ``max_steps``, or the last batch of the last epoch. Early stopping and the like show later. The same on
+    all ranks, as loaders end together.
+    """
+    if trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs:
+        return True
+    # Automatic optimization counts a step after the strategy made it.
+    counted = trainer.global_step + trainer.lightning_module.automatic_optimization
+    return 0 <= trainer.max_steps <= counted
+
+
 def own_schedules(trainer: pl.Trainer, step_was_skipped: Callable[[], bool]) -> Callable[[], None]:
     """Let a scheduler's ``frequency`` count optimizer steps, and hold it back after a skipped one.
 

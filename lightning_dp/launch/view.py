@@ -51,8 +51,12 @@ class View:
         """Whether gradients carry the request to stop (automatic optimization on several ranks)."""
         reducer = self.engine.reducer
         module = self.trainer.lightning_module if self.trainer is not None else None
-        automatic = module is not None and module.automatic_optimization
-        return automatic and reducer is not None and reducer.group.world_size > 1
+        carries = (
+            module is not None
+            and module.automatic_optimization
+            and not self.engine.window.is_local
+        )
+        return carries and reducer is not None and reducer.group.world_size > 1
 
     def engine_wait(self) -> EngineWait:
         """What the engine waits for; asked by the watching thread."""

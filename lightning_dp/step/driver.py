@@ -32,6 +32,8 @@ from lightning_dp.step.hook_choice import HookChoice
 from lightning_dp.step.losses import LossWeights
 from lightning_dp.step.noise_checks import check_noise
 from lightning_dp.step.optimizer_groups import OptimizerGroups
+from lightning_dp.step.outer import Outer, check_outer
+from lightning_dp.step.outer_state import take_own
 from lightning_dp.step.step_watch import StepWatch
 from lightning_dp.step.wire_choice import WireChoice
 from lightning_dp.step.zero import ZeroState
@@ -61,6 +63,7 @@ class StepDriver:
         self.options = options
         self.hook = HookChoice(hook, state, wrapper)
         self.wire = WireChoice(options, self.hook)
+        check_outer(options, hook=self.hook.given)
         self.timeout = timeout
         self.window = AccumulationWindow()
         self.windows = WindowKeeper(self.window, options.incomplete_window, options.mid_window)
@@ -72,9 +75,12 @@ class StepDriver:
         self.trainer: pl.Trainer | None = None
         self._module: pl.LightningModule | None = None
         self.losses: LossWeights | None = None
+        self.outer: Outer | None = None
+        self._saved_outer: Mapping[str, Any] | None = None
         self.host_reads_are_free: bool | None = None  # for tests: False runs an accelerator's logic
         self.reduces_alone = False  # for tests and benchmarks: a world of one reduces as well
         self._averaged = False
+        self._check_is_due = False
         self._steps = StepWatch(())
         self._supervision = Supervision()
         self._left_alone: set[str] = set()
@@ -117,6 +123,7 @@ class StepDriver:
         self.reducer = self._make_reducer(optimizers, trainer)
         self.zero.attach(self.reducer)
         self.window.reduce_by_default(False)
+        self._connect_outer(trainer)
         self.hook.restore(self.reducer)
         self._averaged = trainer_seams.averages_weights(trainer)
         self._steps = StepWatch(optimizers)
@@ -133,9 +140,8 @@ class StepDriver:
         wire = self.wire.connect(group, trainer, self.timeout, self._supervision, gathers=whole)
         shared = isinstance(wire, SharedMemoryWire)
         slicing = self.zero.slicing(group)
-        self.keeper = BufferKeeper(
-            self._module, group, options.buffers, options.buffer_reduce, self._left_alone
-        )
+        reduce = options.buffer_reduce if options.outer is None else "mean"
+        self.keeper = BufferKeeper(self._module, group, options.buffers, reduce, self._left_alone)
         return Reducer(
             self._module,
             group,
@@ -150,6 +156,17 @@ class StepDriver:
             supervision=self._supervision,
         )
 
+    def _connect_outer(self, trainer: pl.Trainer) -> None:
+        assert self.reducer is not None
+        assert self.keeper is not None
+        assert self._module is not None
+        if self.options.outer is None:
+            return
+        if self.reducer.group.world_size == 1:
+            log.warning("lean_ddp: outer has no effect with one rank: it trains as without.")
+            return
+        self.outer = Outer(self.options, self._module, trainer, self.reducer, self.keeper)
+
     def close(self) -> None:
         """Remove hooks and end the group; gradients and weights stay."""
         self.windows.detach()
@@ -160,7 +177,8 @@ class StepDriver:
         if self.group is not None:
             self.group.close()
         self.reducer = self.keeper = self.group = self.trainer = self._module = None
-        self.losses = None
+        self.losses = self.outer = self._saved_outer = None
+        self.window.is_local = False
         self.optimizers = OptimizerGroups(())
         self.hook.forget()
 
@@ -191,7 +209,9 @@ class StepDriver:
         if not reducer.group.reduces:
             yield
             return
-        if self.window.position == 0 and self.keeper is not None:
+        if self.outer is not None:
+            self.outer.before_batch()
+        if self.window.position == 0 and self.keeper is not None and not self.window.is_local:
             self.keeper.before_step()
         reducer.release_storage()
         here = not self._automatic and self.options.manual_sync == "each_backward"
@@ -201,6 +221,8 @@ class StepDriver:
             self._giving_up(reducer),
         ):
             yield
+            if not self._automatic:
+                self._step_ends()
 
     def weigh(self, output: Any) -> Any:
         """Read the weight of a training step's output; give a rank without a loss a zero one."""
@@ -264,9 +286,13 @@ class StepDriver:
     def finish_backward(self) -> None:
         """After a backward: finish what autograd's callback could not."""
         reducer = self.reducer
-        if reducer is not None and reducer.is_open and not reducer.nested:
+        if reducer is None:
+            return
+        if reducer.is_open and not reducer.nested:
             reducer.finalize()
-        if reducer is not None and reducer.norms is not None:
+        elif self.outer is not None and self.window.ends_alone and not reducer.nested:
+            self.outer.end_window()
+        if reducer.norms is not None:
             reducer.norms.end_backward(self.window)
 
     @contextmanager
@@ -294,7 +320,7 @@ class StepDriver:
         def closed() -> Any:
             with self.window.reducing(manual and not on_step):
                 output = closure()
-            if manual and on_step:
+            if manual and on_step and not self.window.is_local:
                 reducer.reduce_now(self.optimizers.index(optimizer))
             else:
                 self.finish_backward()
@@ -316,14 +342,38 @@ class StepDriver:
         reducer = self.reducer
         if reducer is None:
             return
-        self.windows.note_step(skipped=not self._steps.has_stepped())
+        stepped = self._steps.has_stepped()
+        # Of local steps, schedules count attempts: a rank that skips one must not fall behind the others.
+        self.windows.note_step(skipped=not stepped and not self.window.is_local)
         if self._automatic and self.trainer is not None and self.losses is not None:
             self.losses.after_step(self.trainer.global_step, lambda: reducer.totals)
         self.steps += 1
         if self._averaged:
             self.before_use(between_steps=True)
         every = self.options.check_replicas_every_n_steps
-        if every and (self.steps == 1 or self.steps % every == 0):
+        self._check_is_due |= bool(every) and (self.steps == 1 or self.steps % every == 0)
+        if self.outer is not None:
+            self.outer.note_step()
+        if self._automatic:
+            self._step_ends()
+        elif self.outer is None:
+            self._check_if_due()
+
+    def _step_ends(self) -> None:
+        """After the steps of all optimizers: a meeting, if it is time. Collective: every rank."""
+        if self.outer is not None and self.reducer is not None:
+            if not self._automatic and self._steps.has_stepped():
+                self.outer.note_step()  # behind the Trainer's back
+            with self._giving_up(self.reducer):
+                self.outer.end_step(is_last=self._is_last_step())
+        self._check_if_due()
+
+    def _is_last_step(self) -> bool:
+        return self.trainer is not None and trainer_seams.ends_with_step(self.trainer)
+
+    def _check_if_due(self) -> None:
+        if self._check_is_due and (self.outer is None or not self.outer.mid_round):
+            self._check_is_due = False
             self.check_replicas()
 
     def check_replicas(self) -> None:
@@ -340,7 +390,7 @@ class StepDriver:
         if (
             self.reducer is not None
             and self.options.check_replicas_every_n_steps
-            and not self.hook.is_local_sgd
+            and not (self.outer is not None and self.outer.mid_round)
             and not trainer_seams.is_unwinding(self.trainer)
         ):
             settings = self.optimizers.settings()
@@ -355,6 +405,8 @@ class StepDriver:
         """
         if self.reducer is None or trainer_seams.is_unwinding(self.trainer):
             return
+        if self.outer is not None and self.outer.mid_round:
+            return  # others are shown the last meeting's values
         if not between_steps:
             self.reducer.settle()
         if self.keeper is not None:
@@ -372,7 +424,6 @@ class StepDriver:
             check_noise(
                 self.options,
                 automatic=self._automatic,
-                is_local=self.hook.is_local_sgd,
                 parts=self.reducer.group.world_size * self.windows.most_steps,
             )
         self.reducer.take_norms(on)
@@ -384,20 +435,69 @@ class StepDriver:
         if self.reducer is not None:
             self.windows.restore(self.reducer)
             self.windows.say_misfits()
+        if self.outer is not None and self.trainer is not None:
+            self.outer.restore(self._saved_outer, self.trainer.global_step)
+        elif self._saved_outer is not None and self._saved_outer["position"]:
+            log.warning(
+                "lean_ddp: the checkpoint was saved in mid-round of outer, which this run does not have: it goes on"
+                " from the last meeting; %d step(s) are lost.",
+                self._saved_outer["position"],
+            )
+
+    def end_training(self) -> None:
+        """Finish the last round; prove replicas identical. Collective: every rank, unless one is failing."""
+        if (
+            self.outer is not None
+            and self.reducer is not None
+            and self.outer.mid_round
+            and not trainer_seams.is_unwinding(self.trainer)
+        ):
+            with self._giving_up(self.reducer):
+                self.outer.meet()
+        self.check_replicas()
+
+    @contextmanager
+    def shown(self) -> Generator[None]:
+        """While in this context, the module holds what is equal on all ranks."""
+        swapped = self.show_equal()
+        try:
+            yield
+        finally:
+            if swapped:
+                self.show_own()
+
+    def show_equal(self) -> bool:
+        """Let the module hold what is equal on all ranks, until :meth:`show_own`; return if it did not."""
+        return self.outer is not None and self.outer.show_anchor()
+
+    def show_own(self) -> None:
+        """Let the module hold what this rank trains. Local."""
+        if self.outer is not None:
+            self.outer.show_local()
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
         """Add the window so far and the hook's state. Collective: every rank, unless one is failing."""
-        if self.reducer is None or trainer_seams.is_unwinding(self.trainer):
+        if self.reducer is None:
             return
-        window = self.windows.state(self.reducer)
+        unwinding = trainer_seams.is_unwinding(self.trainer)
+        if self.outer is not None and "optimizer_states" in checkpoint:
+            assert self.trainer is not None
+            scaler = type(self.trainer.precision_plugin).__qualname__
+            self.outer.add_to(checkpoint, ("optimizer_states", scaler), alone=unwinding)
+        if unwinding:
+            return
+        window = self.windows.state(self.reducer) if not self.window.is_local else None
         if "optimizer_states" not in checkpoint:
             return
         if window is not None:
             checkpoint.setdefault("lean_ddp", {})["window"] = window
         self.hook.add_to(checkpoint, self.reducer)
 
-    def remember(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep what a loaded checkpoint says of its window and of the communication hook."""
+    def remember(self, checkpoint: dict[str, Any], rank: int, world_size: int) -> None:
+        """Keep what a loaded checkpoint says of its window, of the communication hook and of ``outer``."""
+        self._saved_outer = checkpoint.get("lean_ddp", {}).get("outer")
+        if self.options.outer is not None:
+            take_own(checkpoint, rank, world_size)
         self.windows.remember(checkpoint.get("lean_ddp", {}).get("window"))
         self.hook.remember(checkpoint)
 

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.distributed as dist
-
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.wires.comm_hook import CommHookWire
@@ -43,29 +41,16 @@ class HookChoice:
         """Whether there is one."""
         return self._hook is not None
 
-    @property
-    def is_local_sgd(self) -> bool:
-        """Whether replicas differ on purpose between two averages of the parameters."""
-        return self._hook is not None and hasattr(self._state, "start_localSGD_iter")
-
     def wire(self, group: ReplicaGroup, trainer: pl.Trainer) -> CommHookWire | None:
-        """Return a wire that sends buckets through the hook; ``None`` without a hook.
-
-        Collective: every rank, where torch's post-local SGD has no subgroup of its own yet.
-        """
+        """Return a wire that sends buckets through the hook; ``None`` without a hook."""
         if self._hook is None:
             return None
-        state: Any = self._state
-        if group.host_reads_are_free and getattr(state, "subgroup", ...) is None:
-            # torch makes subgroups of as many ranks as a machine has GPUs; here it has none.
-            per_machine = len(trainer.strategy.parallel_devices)  # type: ignore[attr-defined]
-            state.subgroup, _ = dist.new_subgroups(per_machine)  # type: ignore[no-untyped-call]
         # gloo's threads may drop a hook's callbacks, which name the group, after the group was closed. If
         # theirs were the last reference, the group would be destroyed on its own thread, which aborts
         # the process. So it lives as long as this object.
         self._lent.append(group.process_group)
         heal = getattr(trainer.precision_plugin, "scaler", None) is not None
-        return CommHookWire(group, self._hook, state, self._wrapper, heal=heal)
+        return CommHookWire(group, self._hook, self._state, self._wrapper, heal=heal)
 
     def add_to(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
         """Add the hook's state. Collective: every rank."""

@@ -6,13 +6,12 @@ from lightning_dp.errors import ConfigError
 from lightning_dp.options import EngineOptions
 
 
-def check_noise(options: EngineOptions, *, automatic: bool, is_local: bool, parts: int) -> None:
+def check_noise(options: EngineOptions, *, automatic: bool, parts: int) -> None:
     """Refuse what would give another number than the noise scale.
 
     Args:
         options: The strategy's.
         automatic: Whether the module uses automatic optimization.
-        is_local: Whether parameters are averaged in place of gradients.
         parts: Small batches of a window, at most.
 
     Raises:
@@ -23,10 +22,10 @@ def check_noise(options: EngineOptions, *, automatic: bool, is_local: bool, part
             "NoiseScale measures automatic optimization: in manual optimization it cannot know which"
             " backwards make one step. Take the callback away."
         )
-    if is_local:
+    if options.outer is not None:
         raise ConfigError(
-            "NoiseScale needs the averaged gradient, and this run averages parameters instead (local SGD)."
-            " Take the callback away, or ddp_comm_hook."
+            "NoiseScale needs the averaged gradient, and with outer ranks average weights instead. Take the"
+            " callback away, or outer."
         )
     if options.accum_sync == "every":
         raise ConfigError(

@@ -164,6 +164,15 @@ def _copy_back(slot: Slot) -> None:
     slot.param.grad = grad.detach()
 
 
+def scale(grads: Iterable[Tensor | None], factor: Tensor | float) -> None:
+    """Multiply gradients in place; by a plain 1 they are not touched."""
+    if isinstance(factor, float) and factor == 1.0:
+        return
+    for grad in grads:
+        if grad is not None:
+            grad.mul_(factor)
+
+
 def clear(slots: Iterable[Slot]) -> None:
     """Drop all gradients: one that was not averaged must not be stepped on by whoever goes on."""
     for slot in slots:

@@ -214,6 +214,11 @@ class Reducer:
             self._begin(-1, partition)
         self.finalize()
 
+    def end_alone(self) -> None:
+        """End a window that is this rank's own: its mean gradients stay in ``.grad``. Local."""
+        copies.scale((slot.param.grad for slot in self.registry.slots), self.window.own_factor())
+        self.window.reset()
+
     def finalize(self) -> None:
         """Finish an open reduction: launch what is left, wait, give gradients back. Idempotent.
 

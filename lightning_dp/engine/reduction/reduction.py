@@ -263,20 +263,15 @@ class Reduction:
 
     def _finish_alone(self) -> Tensor:
         """World of one: nothing to send; only the window's weight is left to divide by."""
-        window = self.parts.window
         block = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=self.parts.group.device)
+        window = self.parts.window
         window.write(block, self._norms.news(window) if self._norms is not None else None)
-        factor = (
-            window.factor_on_device(window.weight)
-            if isinstance(window.weight, Tensor)
-            else window.factor(window.weight, torch.finfo(block.dtype).eps)
-        )
-        self._scale_all([slot.param.grad for slot in self.parts.registry.slots], factor)
+        self._scale_all([slot.param.grad for slot in self.parts.registry.slots], window.own_factor())
         return block
 
     def _scale_all(self, grads: Sequence[Tensor | None], factor: Tensor | float) -> None:
         """Scale gradients that are in no bucket."""
-        _scale(grads, factor)
+        copies.scale(grads, factor)
         if self._norms is not None:
             self._norms.look_averaged((), grads)
 
@@ -350,7 +345,7 @@ class Reduction:
         for bucket in buckets:
             if bucket.sliced and not self.parts.wire.gathers:
                 bucket.keep_slice(self.parts.group.rank)
-            _scale([bucket.grads], factor)
+            copies.scale([bucket.grads], factor)
             if self._zero_bad:
                 bucket.grads.masked_fill_(control[Control.NON_FINITE] > 0, 0.0)
         if self._norms is not None:
@@ -474,11 +469,3 @@ class Reduction:
 def _has_failed(control: Tensor) -> bool:
     """Whether a rank reported an error. The host reads; asked only where it must know at once."""
     return bool(control[Control.ERROR] > 0)
-
-
-def _scale(grads: Sequence[Tensor | None], factor: Tensor | float) -> None:
-    if isinstance(factor, float) and factor == 1.0:
-        return
-    for grad in grads:
-        if grad is not None:
-            grad.mul_(factor)

@@ -42,6 +42,7 @@ class AccumulationWindow:
             loader.
         step: Number of the batch that runs; compared between ranks in each reduction.
         stop: Whether this rank asks all ranks to stop after this step.
+        is_local: Whether windows are this rank's own: no backward reduces, and each rank steps alone.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class AccumulationWindow:
         self.divisor = 1
         self.reference = 1.0
         self.stop = False
+        self._is_local = False
         self.position = 0
         self.step = 0
         self.reset()
@@ -114,8 +116,23 @@ class AccumulationWindow:
         self._here = here
         self._decide()
 
+    @property
+    def is_local(self) -> bool:
+        """See the class."""
+        return self._is_local
+
+    @is_local.setter
+    def is_local(self, local: bool) -> None:
+        self._is_local = local
+        self._decide()
+
+    @property
+    def ends_alone(self) -> bool:
+        """Whether a backward that runs now ends a window that is this rank's own."""
+        return self._is_local and self._here and not self._closed and self.ends
+
     def _decide(self) -> None:
-        self.reduces = self._here and not self._closed
+        self.reduces = self._here and not self._closed and not self._is_local
 
     # What travels
 
@@ -157,3 +174,9 @@ class AccumulationWindow:
         factor = self.divisor / mean_weight
         near = (factor - 1.0).abs() <= 4 * torch.finfo(mean_weight.dtype).eps
         return torch.where((mean_weight > 0) & ~near, factor, 1.0)
+
+    def own_factor(self) -> Tensor | float:
+        """As :meth:`factor`, of a window that no other rank takes part in."""
+        if isinstance(self.weight, Tensor):
+            return self.factor_on_device(self.weight)
+        return self.factor(self.weight, torch.finfo(torch.float64).eps)

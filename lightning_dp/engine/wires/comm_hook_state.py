@@ -34,8 +34,6 @@ SETTINGS = {
     "warm_start",
     "batch_tensors_with_same_shape",
     "compression_stats_logging_frequency",
-    "start_localSGD_iter",
-    "post_local_gradient_allreduce",
 }
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -1,0 +1,381 @@
+"""Few meetings: each rank steps alone, and every so often all agree on one model again.
+
+    anchor ──copy──> local steps of the user's own optimizer (no collective) ──> meeting
+       ^                                                                            │
+       └── outer SGD on the mean over ranks of (anchor - local weights) <───────────┘
+
+With ``lr`` 1 and no momentum the meeting averages the weights: local SGD. With Nesterov momentum it is DiLoCo.
+
+A meeting is a reduction without a backward: the differences stand in ``.grad`` for its time, so that what
+holds for gradients (any type, any wire, weights, errors, signs of the step) holds for them.
+
+[Note: two sets of weights] In mid-round the ranks' weights differ on purpose. Whoever looks at the module from
+outside (a validation, a checkpoint) is shown the last meeting's, which are equal: memory is swapped, not copied.
+
+Source: Stich, Local SGD (arXiv 1805.09767); Lin et al., post-local SGD (1808.07217); Douillard et al., DiLoCo
+(2311.08105).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.engine.bucket import Slot
+from lightning_dp.engine.plan.registry import buffer_owners
+from lightning_dp.engine.reduction.reducer import Reducer
+from lightning_dp.engine.replicas.buffers import BufferKeeper
+from lightning_dp.engine.replicas.sync_batch_norm import Synced
+from lightning_dp.errors import ConfigError
+from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.internals.lightning import pl
+from lightning_dp.options import EngineOptions
+from lightning_dp.step.outer_state import gather, to_cpu, weighted_mean
+
+log = logging.getLogger(__name__)
+
+LR, MOMENTUM = 0.7, 0.9  # DiLoCo's
+
+
+def check_outer(options: EngineOptions, *, hook: bool) -> None:
+    """Look at ``outer`` and at what cannot go with it.
+
+    Raises:
+        ConfigError: Says what to change.
+    """
+    if options.outer is None:
+        return
+    sgd = options.outer.get("optimizer", {})
+    if sgd.get("nesterov") and not sgd.get("momentum", MOMENTUM):
+        raise ConfigError(
+            "outer.optimizer has nesterov=True and momentum=0. Give it momentum, or drop nesterov."
+        )
+    if hook:
+        raise ConfigError(
+            "outer and ddp_comm_hook cannot go together: between meetings there are no gradients to send, and a"
+            " hook's approximation is made for gradients. Drop one of them; wire='bf16' makes meetings smaller."
+        )
+
+
+def _refuse_module(module: nn.Module, trainer: pl.Trainer) -> None:
+    synced = [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.SyncBatchNorm, Synced))
+    ]
+    if synced:
+        raise ConfigError(
+            f"outer and SyncBatchNorm ({synced[0]!r}) cannot go together: the layer communicates in every forward."
+            " Use BatchNorm (sync_batchnorm=False): its statistics become the mean at each meeting."
+        )
+    if trainer_seams.averages_weights(trainer):
+        raise ConfigError(
+            "outer and a callback that averages weights while training (WeightAveraging, EMA, SWA) cannot go"
+            " together: between meetings each rank would average weights of its own. Drop one of them."
+        )
+
+
+@dataclass
+class Anchor:
+    """One parameter at the last meeting, and what the outer optimizer keeps of it."""
+
+    value: Tensor
+    momentum: Tensor | None = None
+
+
+@dataclass
+class Round:
+    """What this rank's local steps counted since the last meeting, as in an accumulation window."""
+
+    weight: Tensor | float = 0.0
+    micro_batches: int = 0
+    loss: Tensor | float = 0.0
+
+
+class Outer:
+    """Decides when ranks meet, and owns the anchor and the outer optimizer.
+
+    Args:
+        options: With ``outer``.
+        module: The user's.
+        trainer: Its Trainer.
+        reducer: Averages the differences.
+        keeper: Makes buffers equal at a meeting.
+
+    Attributes:
+        steps: The user's optimizer steps so far, those that reduced gradients too.
+        position: Those since the last meeting.
+
+    Raises:
+        ConfigError: The module or the Trainer cannot train with few meetings.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        module: nn.Module,
+        trainer: pl.Trainer,
+        reducer: Reducer,
+        keeper: BufferKeeper,
+    ) -> None:
+        assert options.outer is not None
+        _refuse_module(module, trainer)
+        sgd = options.outer.get("optimizer", {})
+        self._every = int(options.outer["every"])
+        self._start_after = int(options.outer.get("start_after", 0))
+        self._lr = float(sgd.get("lr", LR))
+        self._momentum = float(sgd.get("momentum", MOMENTUM))
+        self._nesterov = bool(sgd.get("nesterov", self._momentum > 0))
+        self._module = module
+        self._reducer = reducer
+        self._keeper = keeper
+        self._window = reducer.window
+        self._anchors: dict[int, Anchor] = {}  # by number of slot
+        self._buffers: dict[str, Tensor] = {}  # at the last meeting
+        self._hidden: list[tuple[Tensor, Tensor]] = []  # local values, while the anchor is shown
+        self._round = Round()
+        self._stepped = False
+        self.steps = self.position = 0
+
+    # Local steps
+
+    @property
+    def mid_round(self) -> bool:
+        """Whether ranks' weights may differ now."""
+        return self._window.is_local and (self.position > 0 or self._stepped)
+
+    def before_batch(self) -> None:
+        """Keep the values of what is going to be trained for the first time. Local."""
+        if not self._window.is_local:
+            return
+        for slot in self._reducer.registry.slots:
+            if slot.removed:
+                self._anchors.pop(slot.index, None)
+            elif slot.param.requires_grad and slot.index not in self._anchors:
+                self._anchors[slot.index] = Anchor(slot.param.detach().clone())
+
+    def end_window(self) -> None:
+        """The last backward before a local step has ended: this rank's own weighted mean is the gradient."""
+        window, so_far = self._window, self._round
+        if window.weighted:  # the reference may change in the round
+            so_far.weight = so_far.weight + window.weight * window.reference
+            so_far.loss = so_far.loss + window.loss * window.reference
+            so_far.micro_batches += window.micro_batches
+        self._reducer.end_alone()
+
+    def note_step(self) -> None:
+        """An optimizer stepped, or a gradient scaler decided that it must not: all ranks count attempts."""
+        self._stepped = True
+
+    def end_step(self, *, is_last: bool) -> None:
+        """Count one step, of however many optimizers; meet if the round is full, or training ends with it.
+
+        Collective: every rank, at the same step.
+        """
+        if not self._stepped:
+            return
+        self._stepped = False
+        self.steps += 1
+        if self._window.is_local:
+            self.position += 1
+            if is_last or self.position >= self._every:
+                self.meet()
+        elif self.steps >= self._start_after:
+            self._window.is_local = True
+            self._begin_round()
+
+    # The meeting
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Step from the anchor along the ranks' mean change; all replicas are equal then.
+
+        Raises: as :meth:`Reducer.finalize`.
+
+        Collective: every rank, at the same step. Blocks; the host waits for the device.
+        """
+        registry = self._reducer.registry
+        kept = [(slot, slot.param.grad) for slot in registry.slots if not slot.removed]
+        for slot, _ in kept:
+            slot.param.grad = None
+        share = self._put_round_into_window()
+        for slot, anchor in self._anchored():
+            change = anchor.value - slot.param
+            slot.param.grad = change if share == 1.0 else change.mul_(share)
+        self._reducer.reduce_now()
+        self._reducer.settle()
+        for slot, anchor in self._anchored():
+            mean = slot.param.grad
+            assert mean is not None
+            self._step(slot, anchor, mean.to_dense() if mean.is_sparse else mean)
+        for slot, grad in kept:
+            slot.param.grad = grad  # of the last local step, for whoever looks after it
+        self._begin_round()
+
+    def _anchored(self) -> Iterator[tuple[Slot, Anchor]]:
+        for slot in self._reducer.registry.slots:
+            if slot.index in self._anchors and not slot.removed:
+                yield slot, self._anchors[slot.index]
+
+    def _put_round_into_window(self) -> Tensor | float:
+        """Let the round be what the reduction weighs: a rank that saw twice the tokens counts twice.
+
+        Returns:
+            What this rank's change is multiplied with; 1 exactly where nobody weighs.
+        """
+        window, so_far = self._window, self._round
+        count = so_far.micro_batches
+        if not count:
+            return 1.0  # manual optimization: the plain mean over ranks
+        window.weighted = True
+        window.divisor = window.micro_batches = count
+        window.weight = so_far.weight / window.reference
+        window.loss = so_far.loss / window.reference
+        return window.weight / count
+
+    def _step(self, slot: Slot, anchor: Anchor, mean: Tensor) -> None:
+        """SGD as ``torch.optim.SGD``, with the mean change as the gradient."""
+        if self._momentum:
+            before = anchor.momentum
+            momentum = mean.clone() if before is None else before.mul_(self._momentum).add_(mean)
+            anchor.momentum = momentum
+            mean = mean.add(momentum, alpha=self._momentum) if self._nesterov else momentum
+        anchor.value.sub_(mean, alpha=self._lr)
+        slot.param.copy_(anchor.value)
+
+    def _begin_round(self) -> None:
+        """Make buffers equal. Collective: every rank."""
+        self._keeper.before_use(between_steps=True)
+        self.position, self._round = 0, Round()
+        self._keep_buffers()
+
+    def _keep_buffers(self) -> None:
+        owners = buffer_owners(self._module).items()
+        self._buffers = {name: owner.get_buffer(key).clone() for name, (owner, key) in owners}
+
+    # What others see in mid-round ([Note: two sets of weights])
+
+    def show_anchor(self) -> bool:
+        """Let the module hold what it held at the last meeting; return whether it did not yet. Local."""
+        if not self.mid_round or self._hidden:
+            return False
+        pairs = [(slot.param.data, slot.param, anchor.value) for slot, anchor in self._anchored()]
+        for name, (owner, key) in buffer_owners(self._module).items():
+            if name in self._buffers:
+                buffer = owner.get_buffer(key)
+                pairs.append((buffer.data, buffer, self._buffers[name]))
+        for local, tensor, anchor in pairs:
+            tensor.data = anchor
+            self._hidden.append((tensor, local))
+        return True
+
+    def show_local(self) -> None:
+        """Let the module hold this rank's own weights again. Local."""
+        hidden, self._hidden = self._hidden, []
+        for tensor, local in hidden:
+            tensor.data = local
+
+    # Checkpoints
+
+    def add_to(self, checkpoint: dict[str, Any], by_rank: tuple[str, ...], *, alone: bool) -> None:
+        """Add the outer optimizer's state, and what is each rank's own.
+
+        Args:
+            checkpoint: About to be written; in mid-round its ``state_dict`` is the anchor's.
+            by_rank: Keys of what may differ between ranks.
+            alone: The others may be gone: without what is theirs, so that the round is lost on resume.
+
+        Collective: every rank, unless ``alone``. Blocks; sends a rank's optimizer state, in mid-round its
+        weights too. Rank 0 then holds all of them.
+        """
+        group = self._reducer.group
+        entry: dict[str, Any] = {
+            "format": 1,
+            "steps": self.steps,
+            "position": 0 if alone else self.position,
+            "world_size": group.world_size,
+            "momentum": {
+                slot.name: to_cpu(anchor.momentum)
+                for slot, anchor in self._anchored()
+                if anchor.momentum is not None
+            },
+            "ranks": [],
+        }
+        if self._window.is_local and not alone:
+            own = {key: checkpoint[key] for key in by_rank if key in checkpoint and group.rank}
+            entry["ranks"] = gather({"own": own, **self._local_state()}, group)
+        checkpoint.setdefault("lean_ddp", {})["outer"] = entry
+
+    def _local_state(self) -> dict[str, Any]:
+        if not self.mid_round:
+            return {}
+        shown = bool(self._hidden)
+        self.show_local()
+        buffers = {name: o.get_buffer(key) for name, (o, key) in buffer_owners(self._module).items()}
+        numbers = self._round
+        state = {
+            "weights": to_cpu({slot.name: slot.param for slot, _ in self._anchored()}),
+            "buffers": to_cpu({name: buffers[name] for name in self._buffers if name in buffers}),
+            "round": [float(numbers.weight), numbers.micro_batches, float(numbers.loss)],
+        }
+        if shown:
+            self.show_anchor()
+        return state
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Any] | None, steps: int) -> None:
+        """Begin to train, or go on where a checkpoint was saved. Local; every rank calls it.
+
+        Args:
+            saved: Of :meth:`add_to`; ``None`` without one.
+            steps: The user's optimizer steps so far, as the Trainer counts them.
+        """
+        self.steps = int(saved["steps"]) if saved is not None else steps
+        self._window.is_local = self.steps >= self._start_after
+        self.before_batch()
+        self._keep_buffers()
+        if saved is None:
+            return
+        for slot, anchor in self._anchored():
+            if slot.name in saved["momentum"]:
+                anchor.momentum = saved["momentum"][slot.name].to(anchor.value, copy=True)
+        group, parts = self._reducer.group, saved["ranks"]
+        if saved["world_size"] == group.world_size:
+            if parts and saved["position"]:
+                self._restore_local(parts[group.rank], saved["position"])
+            return
+        if parts and saved["position"]:
+            self._finish_round(parts)
+        if parts and group.rank == 0:
+            log.warning(
+                "lean_ddp: the checkpoint was saved by %d rank(s) in step %d of a round: the round is finished with"
+                " their mean, and the optimizers of this run's %d rank(s) go on from rank 0's state.",
+                saved["world_size"],
+                saved["position"],
+                group.world_size,
+            )
+
+    def _restore_local(self, part: Mapping[str, Any], position: int) -> None:
+        self.position = position
+        weight, micro_batches, loss = part["round"]
+        self._round = Round(weight, int(micro_batches), loss)
+        for slot, _ in self._anchored():
+            if slot.name in part["weights"]:
+                slot.param.copy_(part["weights"][slot.name])
+        for name, (owner, key) in buffer_owners(self._module).items():
+            if name in part["buffers"]:
+                owner.get_buffer(key).copy_(part["buffers"][name])
+
+    def _finish_round(self, parts: list[Mapping[str, Any]]) -> None:
+        """Hold the meeting of ranks that are no longer there."""
+        weights = [part["round"][0] for part in parts]
+        for slot, anchor in self._anchored():
+            local = [part["weights"][slot.name] for part in parts if slot.name in part["weights"]]
+            if len(local) == len(parts):
+                mean = weighted_mean(local, weights).to(anchor.value)
+                self._step(slot, anchor, anchor.value - mean)

@@ -1,0 +1,51 @@
+"""What ranks hold of their own, on its way into a checkpoint and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dp.engine.group import ReplicaGroup
+
+
+def to_cpu(value: Any) -> Any:
+    """Copy tensors in dictionaries, lists and tuples to the CPU; the rest is returned as it is."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: to_cpu(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_cpu(item) for item in value)
+    return value
+
+
+def gather(value: Any, group: ReplicaGroup) -> list[Any]:
+    """Return every rank's picklable ``value`` on rank 0, by rank, tensors on the CPU; nothing elsewhere.
+
+    Collective: every rank. Blocks.
+    """
+    parts = [None] * group.world_size if group.rank == 0 else None
+    with group.waiting("what each rank saves"):
+        dist.gather_object(to_cpu(value), parts, group=group.control_group, group_dst=0)
+    return parts or []
+
+
+def take_own(checkpoint: MutableMapping[str, Any], rank: int, world_size: int) -> None:
+    """Put in place of rank 0's optimizer state this rank's own, if as many ranks saved it. Local."""
+    saved = checkpoint.get("lean_ddp", {}).get("outer")
+    if saved is not None and saved["ranks"] and saved["world_size"] == world_size:
+        checkpoint.update(saved["ranks"][rank]["own"])
+
+
+def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the mean of tensors of one shape, in double precision; the plain one where nobody weighs."""
+    total = sum(weights)
+    shares = [weight / total for weight in weights] if total else [1 / len(tensors)] * len(tensors)
+    wide = torch.complex128 if tensors[0].is_complex() else torch.float64
+    return torch.stack(
+        [tensor.to(wide) * share for tensor, share in zip(tensors, shares, strict=True)]
+    ).sum(dim=0)
