@@ -336,17 +336,18 @@ class Options(PortedOptions, DDPOptions, FaultOptions, DataOptions, EngineOption
 
     def _take_over_local_sgd(self) -> None:
         """Torch's post-local SGD is an outer step that averages."""
-        every, start = self.model_averaging_period, self.ddp_comm_state.start_localSGD_iter  # type: ignore[union-attr]
+        state: Any = self.ddp_comm_state
+        every, start = self.model_averaging_period, state.start_localSGD_iter
         if every is None or self.outer is not None:
             raise ConfigError(
-                "ddp_comm_state is torch's post-local SGD, which is outer={'every': N, ...} here. Drop"
-                " ddp_comm_state, ddp_comm_hook and model_averaging_period, and write outer alone."
+                "ddp_comm_state is torch's post-local SGD, which is outer={'every': N, ...} here. Drop it,"
+                " ddp_comm_hook and model_averaging_period, and write outer alone."
             )
         averaging = {"lr": 1.0, "momentum": 0}
         outer = {"every": every, "optimizer": averaging, "start_after": start}
         rank_zero_warn(
-            f"lean_ddp: torch's post-local SGD is now outer: write outer={outer!r}. Between two averages each"
-            " rank trains alone, also those of one machine.",
+            f"lean_ddp: torch's post-local SGD is now outer: write outer={outer!r}. Between two averages"
+            " each rank trains alone, also those of one machine.",
             category=FutureWarning,
             stacklevel=8,
         )

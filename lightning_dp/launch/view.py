@@ -52,9 +52,7 @@ class View:
         reducer = self.engine.reducer
         module = self.trainer.lightning_module if self.trainer is not None else None
         carries = (
-            module is not None
-            and module.automatic_optimization
-            and not self.engine.window.is_local
+            module is not None and module.automatic_optimization and not self.engine.window.is_local
         )
         return carries and reducer is not None and reducer.group.world_size > 1
 

@@ -32,7 +32,8 @@ from lightning_dp.step.hook_choice import HookChoice
 from lightning_dp.step.losses import LossWeights
 from lightning_dp.step.noise_checks import check_noise
 from lightning_dp.step.optimizer_groups import OptimizerGroups
-from lightning_dp.step.outer import Outer, check_outer
+from lightning_dp.step.outer import Outer
+from lightning_dp.step.outer_checks import check_outer, refuse_module
 from lightning_dp.step.outer_state import take_own
 from lightning_dp.step.step_watch import StepWatch
 from lightning_dp.step.wire_choice import WireChoice
@@ -165,7 +166,8 @@ class StepDriver:
         if self.reducer.group.world_size == 1:
             log.warning("lean_ddp: outer has no effect with one rank: it trains as without.")
             return
-        self.outer = Outer(self.options, self._module, trainer, self.reducer, self.keeper)
+        refuse_module(self._module, trainer)
+        self.outer = Outer(self.options, self._module, self.reducer, self.keeper)
 
     def close(self) -> None:
         """Remove hooks and end the group; gradients and weights stay."""
@@ -210,7 +212,7 @@ class StepDriver:
             yield
             return
         if self.outer is not None:
-            self.outer.before_batch()
+            self.outer.before_step()
         if self.window.position == 0 and self.keeper is not None and not self.window.is_local:
             self.keeper.before_step()
         reducer.release_storage()
@@ -270,6 +272,8 @@ class StepDriver:
             raise
 
     def _arm(self, reducer: Reducer, loss: Tensor) -> None:
+        if self.outer is not None:
+            self.outer.before_step()  # once more: the training step may have unfrozen something
         if self.options.check_gradients != "off":
             # A loss scaler looks for the largest scale by overflowing, and skips those steps. With a
             # scale below one, what is not finite is not its doing.
@@ -439,13 +443,13 @@ class StepDriver:
             self.outer.restore(self._saved_outer, self.trainer.global_step)
         elif self._saved_outer is not None and self._saved_outer["position"]:
             log.warning(
-                "lean_ddp: the checkpoint was saved in mid-round of outer, which this run does not have: it goes on"
-                " from the last meeting; %d step(s) are lost.",
+                "lean_ddp: the checkpoint was saved in a round of outer, which this run does not have: it"
+                " goes on from the last meeting; %d step(s) are lost.",
                 self._saved_outer["position"],
             )
 
     def end_training(self) -> None:
-        """Finish the last round; prove replicas identical. Collective: every rank, unless one is failing."""
+        """Finish the last round, prove replicas identical. Collective: every rank, unless one fails."""
         if (
             self.outer is not None
             and self.reducer is not None

@@ -4,16 +4,18 @@
        ^                                                                            │
        └── outer SGD on the mean over ranks of (anchor - local weights) <───────────┘
 
-With ``lr`` 1 and no momentum the meeting averages the weights: local SGD. With Nesterov momentum it is DiLoCo.
+With ``lr`` 1 and no momentum the meeting averages the weights: local SGD. With Nesterov momentum it is
+DiLoCo.
 
 A meeting is a reduction without a backward: the differences stand in ``.grad`` for its time, so that what
 holds for gradients (any type, any wire, weights, errors, signs of the step) holds for them.
 
-[Note: two sets of weights] In mid-round the ranks' weights differ on purpose. Whoever looks at the module from
-outside (a validation, a checkpoint) is shown the last meeting's, which are equal: memory is swapped, not copied.
+[Note: two sets of weights] In mid-round the ranks' weights differ on purpose. Whoever looks at the module
+from outside (a validation, a checkpoint) is shown the last meeting's, which are equal: memory is swapped,
+not copied.
 
-Source: Stich, Local SGD (arXiv 1805.09767); Lin et al., post-local SGD (1808.07217); Douillard et al., DiLoCo
-(2311.08105).
+Source: Stich, Local SGD (arXiv 1805.09767); Lin et al., post-local SGD (1808.07217); Douillard et al.,
+DiLoCo (2311.08105).
 """
 
 from __future__ import annotations
@@ -30,54 +32,11 @@ from lightning_dp.engine.bucket import Slot
 from lightning_dp.engine.plan.registry import buffer_owners
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.replicas.buffers import BufferKeeper
-from lightning_dp.engine.replicas.sync_batch_norm import Synced
-from lightning_dp.errors import ConfigError
-from lightning_dp.internals import trainer as trainer_seams
-from lightning_dp.internals.lightning import pl
 from lightning_dp.options import EngineOptions
+from lightning_dp.step.outer_checks import LR, MOMENTUM
 from lightning_dp.step.outer_state import gather, to_cpu, weighted_mean
 
 log = logging.getLogger(__name__)
-
-LR, MOMENTUM = 0.7, 0.9  # DiLoCo's
-
-
-def check_outer(options: EngineOptions, *, hook: bool) -> None:
-    """Look at ``outer`` and at what cannot go with it.
-
-    Raises:
-        ConfigError: Says what to change.
-    """
-    if options.outer is None:
-        return
-    sgd = options.outer.get("optimizer", {})
-    if sgd.get("nesterov") and not sgd.get("momentum", MOMENTUM):
-        raise ConfigError(
-            "outer.optimizer has nesterov=True and momentum=0. Give it momentum, or drop nesterov."
-        )
-    if hook:
-        raise ConfigError(
-            "outer and ddp_comm_hook cannot go together: between meetings there are no gradients to send, and a"
-            " hook's approximation is made for gradients. Drop one of them; wire='bf16' makes meetings smaller."
-        )
-
-
-def _refuse_module(module: nn.Module, trainer: pl.Trainer) -> None:
-    synced = [
-        name
-        for name, layer in module.named_modules()
-        if isinstance(layer, (nn.SyncBatchNorm, Synced))
-    ]
-    if synced:
-        raise ConfigError(
-            f"outer and SyncBatchNorm ({synced[0]!r}) cannot go together: the layer communicates in every forward."
-            " Use BatchNorm (sync_batchnorm=False): its statistics become the mean at each meeting."
-        )
-    if trainer_seams.averages_weights(trainer):
-        raise ConfigError(
-            "outer and a callback that averages weights while training (WeightAveraging, EMA, SWA) cannot go"
-            " together: between meetings each rank would average weights of its own. Drop one of them."
-        )
 
 
 @dataclass
@@ -103,28 +62,22 @@ class Outer:
     Args:
         options: With ``outer``.
         module: The user's.
-        trainer: Its Trainer.
         reducer: Averages the differences.
         keeper: Makes buffers equal at a meeting.
 
     Attributes:
         steps: The user's optimizer steps so far, those that reduced gradients too.
         position: Those since the last meeting.
-
-    Raises:
-        ConfigError: The module or the Trainer cannot train with few meetings.
     """
 
     def __init__(
         self,
         options: EngineOptions,
         module: nn.Module,
-        trainer: pl.Trainer,
         reducer: Reducer,
         keeper: BufferKeeper,
     ) -> None:
         assert options.outer is not None
-        _refuse_module(module, trainer)
         sgd = options.outer.get("optimizer", {})
         self._every = int(options.outer["every"])
         self._start_after = int(options.outer.get("start_after", 0))
@@ -149,8 +102,8 @@ class Outer:
         """Whether ranks' weights may differ now."""
         return self._window.is_local and (self.position > 0 or self._stepped)
 
-    def before_batch(self) -> None:
-        """Keep the values of what is going to be trained for the first time. Local."""
+    def before_step(self) -> None:
+        """Keep the values of what is going to be stepped for the first time. Local."""
         if not self._window.is_local:
             return
         for slot in self._reducer.registry.slots:
@@ -160,7 +113,7 @@ class Outer:
                 self._anchors[slot.index] = Anchor(slot.param.detach().clone())
 
     def end_window(self) -> None:
-        """The last backward before a local step has ended: this rank's own weighted mean is the gradient."""
+        """A local step's last backward has ended: this rank's own weighted mean is the gradient."""
         window, so_far = self._window, self._round
         if window.weighted:  # the reference may change in the round
             so_far.weight = so_far.weight + window.weight * window.reference
@@ -254,9 +207,12 @@ class Outer:
         self.position, self._round = 0, Round()
         self._keep_buffers()
 
-    def _keep_buffers(self) -> None:
+    def _named_buffers(self) -> dict[str, Tensor]:
         owners = buffer_owners(self._module).items()
-        self._buffers = {name: owner.get_buffer(key).clone() for name, (owner, key) in owners}
+        return {name: owner.get_buffer(key) for name, (owner, key) in owners}
+
+    def _keep_buffers(self) -> None:
+        self._buffers = {name: buffer.clone() for name, buffer in self._named_buffers().items()}
 
     # What others see in mid-round ([Note: two sets of weights])
 
@@ -264,14 +220,12 @@ class Outer:
         """Let the module hold what it held at the last meeting; return whether it did not yet. Local."""
         if not self.mid_round or self._hidden:
             return False
-        pairs = [(slot.param.data, slot.param, anchor.value) for slot, anchor in self._anchored()]
-        for name, (owner, key) in buffer_owners(self._module).items():
-            if name in self._buffers:
-                buffer = owner.get_buffer(key)
-                pairs.append((buffer.data, buffer, self._buffers[name]))
-        for local, tensor, anchor in pairs:
-            tensor.data = anchor
-            self._hidden.append((tensor, local))
+        shown: list[tuple[Tensor, Tensor]] = [(s.param, a.value) for s, a in self._anchored()]
+        buffers = self._named_buffers()
+        shown += [(buffers[name], kept) for name, kept in self._buffers.items() if name in buffers]
+        for tensor, value in shown:
+            self._hidden.append((tensor, tensor.data))
+            tensor.data = value
         return True
 
     def show_local(self) -> None:
@@ -316,7 +270,9 @@ class Outer:
             return {}
         shown = bool(self._hidden)
         self.show_local()
-        buffers = {name: o.get_buffer(key) for name, (o, key) in buffer_owners(self._module).items()}
+        buffers = {
+            name: o.get_buffer(key) for name, (o, key) in buffer_owners(self._module).items()
+        }
         numbers = self._round
         state = {
             "weights": to_cpu({slot.name: slot.param for slot, _ in self._anchored()}),
@@ -337,7 +293,7 @@ class Outer:
         """
         self.steps = int(saved["steps"]) if saved is not None else steps
         self._window.is_local = self.steps >= self._start_after
-        self.before_batch()
+        self.before_step()
         self._keep_buffers()
         if saved is None:
             return
@@ -353,8 +309,8 @@ class Outer:
             self._finish_round(parts)
         if parts and group.rank == 0:
             log.warning(
-                "lean_ddp: the checkpoint was saved by %d rank(s) in step %d of a round: the round is finished with"
-                " their mean, and the optimizers of this run's %d rank(s) go on from rank 0's state.",
+                "lean_ddp: the checkpoint was saved by %d rank(s) in step %d of a round: the round is"
+                " finished with their mean, and the optimizers of %d rank(s) go on from rank 0's state.",
                 saved["world_size"],
                 saved["position"],
                 group.world_size,
@@ -367,9 +323,9 @@ class Outer:
         for slot, _ in self._anchored():
             if slot.name in part["weights"]:
                 slot.param.copy_(part["weights"][slot.name])
-        for name, (owner, key) in buffer_owners(self._module).items():
+        for name, buffer in self._named_buffers().items():
             if name in part["buffers"]:
-                owner.get_buffer(key).copy_(part["buffers"][name])
+                buffer.copy_(part["buffers"][name])
 
     def _finish_round(self, parts: list[Mapping[str, Any]]) -> None:
         """Hold the meeting of ranks that are no longer there."""

@@ -266,7 +266,9 @@ class Reduction:
         block = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=self.parts.group.device)
         window = self.parts.window
         window.write(block, self._norms.news(window) if self._norms is not None else None)
-        self._scale_all([slot.param.grad for slot in self.parts.registry.slots], window.own_factor())
+        self._scale_all(
+            [slot.param.grad for slot in self.parts.registry.slots], window.own_factor()
+        )
         return block
 
     def _scale_all(self, grads: Sequence[Tensor | None], factor: Tensor | float) -> None:

@@ -1,0 +1,56 @@
+"""What ``outer`` cannot go with, each in one sentence."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_dp.engine.replicas.sync_batch_norm import Synced
+from lightning_dp.errors import ConfigError
+from lightning_dp.internals import trainer as trainer_seams
+from lightning_dp.internals.lightning import pl
+from lightning_dp.options import EngineOptions
+
+LR, MOMENTUM = 0.7, 0.9  # DiLoCo's
+
+
+def check_outer(options: EngineOptions, *, hook: bool) -> None:
+    """Look at ``outer`` and at what cannot go with it.
+
+    Raises:
+        ConfigError: Says what to change.
+    """
+    if options.outer is None:
+        return
+    sgd = options.outer.get("optimizer", {})
+    if sgd.get("nesterov") and not sgd.get("momentum", MOMENTUM):
+        raise ConfigError(
+            "outer.optimizer has nesterov=True and momentum=0. Give it momentum, or drop nesterov."
+        )
+    if hook:
+        raise ConfigError(
+            "outer and ddp_comm_hook cannot go together: a hook is made for gradients, and meetings send"
+            " changes of weights. Drop one of them; wire='bf16' makes meetings smaller."
+        )
+
+
+def refuse_module(module: nn.Module, trainer: pl.Trainer) -> None:
+    """Look at what cannot train with few meetings.
+
+    Raises:
+        ConfigError: Says what to change.
+    """
+    synced = [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.SyncBatchNorm, Synced))
+    ]
+    if synced:
+        raise ConfigError(
+            f"outer and SyncBatchNorm ({synced[0]!r}) cannot go together: it communicates in every"
+            " forward. Use BatchNorm (sync_batchnorm=False): its statistics are averaged at each meeting."
+        )
+    if trainer_seams.averages_weights(trainer):
+        raise ConfigError(
+            "outer and a callback that averages weights while training (WeightAveraging, EMA, SWA) cannot"
+            " go together: between meetings each rank would average weights of its own. Drop one of them."
+        )
