@@ -20,6 +20,7 @@ from lightning_dp.faults.failure_guard import FailureGuard
 from lightning_dp.faults.preemption import StopLine, StopRequest, name_of
 from lightning_dp.internals import loops as loop_seams
 from lightning_dp.internals import runs as run_seams
+from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.lightning import ModelCheckpoint, SIGTERMException, TrainerFn, pl
 from lightning_dp.launch.exit_code import PREEMPTED
 
@@ -181,7 +182,9 @@ class Stopper:
         if channel is not None:
             requeue = channel.agree_any("stop/requeue", requeue, timeout_s=self._timeout_s)
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if requeue and fitting and run_seams.requeue_on_slurm(trainer):
+        with trainer_seams.called_from_here(trainer):  # all ranks save: they may communicate
+            requeued = requeue and fitting and run_seams.requeue_on_slurm(trainer)
+        if requeued:
             rank_zero_info(f"lean_ddp: stopped at step {trainer.global_step}; the job is requeued.")
             return
         saved = ""
@@ -192,7 +195,8 @@ class Stopper:
                     "; nothing was saved, because checkpointing is off (enable_checkpointing=False)"
                 )
             else:
-                trainer.save_checkpoint(path, weights_only=False)
+                with trainer_seams.called_from_here(trainer):
+                    trainer.save_checkpoint(path, weights_only=False)
                 saved = f"; checkpoint: {path}"
         names = ", ".join(sorted({name_of(number) for number in preemption.received}))
         why = f" ({names})" if names else ""

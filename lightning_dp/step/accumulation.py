@@ -215,8 +215,12 @@ class WindowKeeper:
         return self._manual_backwards or self.window.position + self._ran
 
     def postpone(self, path: Any, weights_only: bool, options: Any) -> bool:
-        """Put a save off to the next boundary, if so configured; return whether it was."""
-        if self.mid_window != "boundary" or not self.is_inside:
+        """Put a save off to the next boundary, if so configured; return whether it was.
+
+        In a window of this rank's own too: there is no sum over ranks that could be saved.
+        """
+        waits = self.mid_window == "boundary" or self.window.is_local
+        if not waits or not self.is_inside:
             return False
         self._postponed.append((path, weights_only, options))
         return True

@@ -453,11 +453,10 @@ class StepDriver:
         if (
             self.outer is not None
             and self.reducer is not None
-            and self.outer.mid_round
             and not trainer_seams.is_unwinding(self.trainer)
         ):
             with self._giving_up(self.reducer):
-                self.outer.meet()
+                self.outer.finish_round()
         self.check_replicas()
 
     @contextmanager

@@ -68,6 +68,7 @@ class Outer:
     Attributes:
         steps: The user's optimizer steps so far, those that reduced gradients too.
         position: Those since the last meeting.
+        mid_round: Whether this rank may have another model than the others now.
     """
 
     def __init__(
@@ -93,19 +94,16 @@ class Outer:
         self._hidden: list[tuple[Tensor, Tensor]] = []  # local values, while the anchor is shown
         self._round = Round()
         self._stepped = False
+        self.mid_round = False
         self.steps = self.position = 0
 
     # Local steps
-
-    @property
-    def mid_round(self) -> bool:
-        """Whether ranks' weights may differ now."""
-        return self._window.is_local and (self.position > 0 or self._stepped)
 
     def before_step(self) -> None:
         """Keep the values of what is going to be stepped for the first time. Local."""
         if not self._window.is_local:
             return
+        self.mid_round = True
         for slot in self._reducer.registry.slots:
             if slot.removed:
                 self._anchors.pop(slot.index, None)
@@ -137,7 +135,7 @@ class Outer:
         if self._window.is_local:
             self.position += 1
             if is_last or self.position >= self._every:
-                self.meet()
+                self.finish_round()
         elif self.steps >= self._start_after:
             self._window.is_local = True
             self._begin_round()
@@ -145,13 +143,15 @@ class Outer:
     # The meeting
 
     @torch.no_grad()
-    def meet(self) -> None:
+    def finish_round(self) -> None:
         """Step from the anchor along the ranks' mean change; all replicas are equal then.
 
         Raises: as :meth:`Reducer.finalize`.
 
-        Collective: every rank, at the same step. Blocks; the host waits for the device.
+        Collective: every rank, at the same step; nothing without steps. Blocks, the host too.
         """
+        if self.position == 0:
+            return
         registry = self._reducer.registry
         kept = [(slot, slot.param.grad) for slot in registry.slots if not slot.removed]
         for slot, _ in kept:
@@ -204,7 +204,7 @@ class Outer:
     def _begin_round(self) -> None:
         """Make buffers equal. Collective: every rank."""
         self._keeper.before_use(between_steps=True)
-        self.position, self._round = 0, Round()
+        self.position, self._round, self.mid_round = 0, Round(), False
         self._keep_buffers()
 
     def _named_buffers(self) -> dict[str, Tensor]:
@@ -294,6 +294,7 @@ class Outer:
         self.steps = int(saved["steps"]) if saved is not None else steps
         self._window.is_local = self.steps >= self._start_after
         self.before_step()
+        self.mid_round = False
         self._keep_buffers()
         if saved is None:
             return
@@ -302,11 +303,11 @@ class Outer:
                 anchor.momentum = saved["momentum"][slot.name].to(anchor.value, copy=True)
         group, parts = self._reducer.group, saved["ranks"]
         if saved["world_size"] == group.world_size:
-            if parts and saved["position"]:
+            if parts and "weights" in parts[group.rank]:
                 self._restore_local(parts[group.rank], saved["position"])
             return
-        if parts and saved["position"]:
-            self._finish_round(parts)
+        if saved["position"]:
+            self._finish_for(parts)
         if parts and group.rank == 0:
             log.warning(
                 "lean_ddp: the checkpoint was saved by %d rank(s) in step %d of a round: the round is"
@@ -317,7 +318,7 @@ class Outer:
             )
 
     def _restore_local(self, part: Mapping[str, Any], position: int) -> None:
-        self.position = position
+        self.position, self.mid_round = position, True
         weight, micro_batches, loss = part["round"]
         self._round = Round(weight, int(micro_batches), loss)
         for slot, _ in self._anchored():
@@ -327,8 +328,8 @@ class Outer:
             if name in part["buffers"]:
                 buffer.copy_(part["buffers"][name])
 
-    def _finish_round(self, parts: list[Mapping[str, Any]]) -> None:
-        """Hold the meeting of ranks that are no longer there."""
+    def _finish_for(self, parts: list[Mapping[str, Any]]) -> None:
+        """Finish the round of ranks that are no longer there."""
         weights = [part["round"][0] for part in parts]
         for slot, anchor in self._anchored():
             local = [part["weights"][slot.name] for part in parts if slot.name in part["weights"]]
