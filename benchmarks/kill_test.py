@@ -65,6 +65,7 @@ def draw(rng: random.Random, root: str, index: int) -> Spec:
         step=rng.randrange(0, 12),
         seed=index,
         workers=rng.choice((0, 0, 2)),
+        every=rng.choice((0, 0, 5)),
     )
 
 
@@ -103,7 +104,8 @@ def _be_rank(spec: Spec) -> None:
 
         from lightning_dp import LeanDDPStrategy
 
-        kill_training.train(spec, LeanDDPStrategy(cluster_environment=LightningEnvironment()))
+        environment = LightningEnvironment()
+        kill_training.train(spec, LeanDDPStrategy(cluster_environment=environment, **spec.options))
         code = 0
     except SystemExit as stop:
         code = int(stop.code or 0)

@@ -45,6 +45,7 @@ class Spec:
         step: At the first such moment from this optimizer step on.
         seed: Of the order of samples.
         workers: Data-loader processes of each rank.
+        every: Local steps between two meetings; 0 reduces gradients in each step.
     """
 
     root: str
@@ -56,10 +57,16 @@ class Spec:
     step: int
     seed: int
     workers: int = 0
+    every: int = 0
 
     @property
     def folder(self) -> Path:
         return Path(self.root)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the strategy."""
+        return {"outer": {"every": self.every} if self.every else None}
 
 
 class Samples(Dataset[Tensor]):
@@ -149,7 +156,7 @@ def train(spec: Spec, strategy: Any = None) -> None:
     pl.seed_everything(spec.seed, verbose=False)
     fault = Fault(spec)
     model = Model(fault)
-    made = strategy if strategy is not None else LeanDDPStrategy()
+    made = strategy if strategy is not None else LeanDDPStrategy(**spec.options)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=spec.world_size,

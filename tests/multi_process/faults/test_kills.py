@@ -1,6 +1,7 @@
 """A short kill test; ``python -m benchmarks.kill_test`` is the long one, with whole programs in it."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from benchmarks.kill_training import MOMENTS, Spec
 
 pytestmark = pytest.mark.multi_process
 
+# Moment, way, victim, ranks; and with ``outer``, local steps between two meetings (the fault is at step 5).
 TRIALS = [
     ("start", "exit", 1, 2),
     ("forward", "SIGTERM", 1, 2),
@@ -17,12 +19,18 @@ TRIALS = [
     ("save", "exception", 1, 2),
     ("write", "SIGKILL", 0, 2),
     ("validation", "SIGTERM", 0, 3),
+    ("forward", "SIGKILL", 1, 2, 4),
+    ("collective", "SIGKILL", 0, 2, 4),
+    ("collective", "exception", 1, 3, 4),
+    ("validation", "SIGTERM", 1, 2, 4),
 ]
 
 
-@pytest.mark.parametrize(("moment", "way", "victim", "world_size"), TRIALS)
-def test_a_killed_run_ends_is_explained_and_resumes(moment, way, victim, world_size, tmp_path):
+@pytest.mark.parametrize("trial", TRIALS, ids=str)
+def test_a_killed_run_ends_is_explained_and_resumes(trial, tmp_path):
+    moment, way, victim, world_size, *every = trial
     spec = Spec(str(tmp_path), world_size, 0, victim, moment, way, step=5, seed=3)
+    spec = replace(spec, every=sum(every))
     outcome = kill_test.trial(spec, program=False)
     assert outcome.problems == []
     assert outcome.seconds < kill_test.LIMIT_S

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
-    post_localSGD_hook,
     powerSGD_hook,
 )
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,11 +35,10 @@ HOOKS = {
         "ddp_comm_state": powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=10),
         "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
     },
-    "post-local": lambda: {
-        "ddp_comm_hook": post_localSGD_hook.post_localSGD_hook,
-        "ddp_comm_state": post_localSGD_hook.PostLocalSGDState(None, None, 10),
-        "model_averaging_period": 4,
+    "averaging": lambda: {
+        "outer": {"every": 4, "optimizer": {"lr": 1.0, "momentum": 0}, "start_after": 10}
     },
+    "DiLoCo, bf16 wire": lambda: {"outer": {"every": 5}, "wire": "bf16", "shared_memory": False},
     "bf16 wire": lambda: {"wire": "bf16", "shared_memory": False},
     "int8 wire": lambda: {"wire": {"dtype": "int8", "min_bytes": 0}, "shared_memory": False},
 }

@@ -1,4 +1,4 @@
-"""Communication hooks through the Trainer: PowerSGD resumes from a checkpoint, post-local SGD averages.
+"""Communication hooks through the Trainer: PowerSGD resumes from a checkpoint.
 
 ddp: ignores hooks on a CPU; forgets PowerSGD's state in checkpoints.
 """
@@ -10,13 +10,8 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    default_hooks,
-    post_localSGD_hook,
-    powerSGD_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from tests.support.logs import log_lines
 from tests.support.modules import Base
@@ -134,45 +129,6 @@ def _fit_twice(rank, world_size, port):
 
 def test_a_second_fit_begins_with_empty_buckets():
     ranks(_fit_twice, 2)
-
-
-def _local_sgd(rank, world_size, port, apart):
-    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2)
-    seen = []
-
-    class Watch(Callback):
-        def on_fit_start(self, trainer, module):
-            if apart:  # each rank alone, as machines are that hold one rank each
-                state.subgroup, _ = dist.new_subgroups(1)
-
-        def on_train_batch_end(self, trainer, module, *_):
-            everyone = [None] * world_size
-            dist.all_gather_object(everyone, as_bytes(module.head.weight))
-            seen.append(len(set(everyone)) == 1)
-
-    fit(
-        Base(), rank, world_size, port,
-        lean(
-            ddp_comm_hook=post_localSGD_hook.post_localSGD_hook,
-            ddp_comm_state=state,
-            model_averaging_period=3,
-        ),
-        callbacks=lambda: [Watch()], max_epochs=3,
-    )  # fmt: skip
-    return seen
-
-
-def test_post_local_sgd_averages_gradients_then_parameters():
-    # two warm-up steps average gradients; then parameters are averaged at steps 2, 5, 8, ...
-    together = [False] * 12
-    for step in (0, 1, 2, 5, 8, 11):
-        together[step] = True
-    assert ranks(_local_sgd, 2, True) == [together] * 2
-
-
-@pytest.mark.cpu_only("ranks that share a GPU appear as hosts")
-def test_post_local_sgd_on_one_machine_averages_in_every_step():
-    assert ranks(_local_sgd, 2, False) == [[True] * 12] * 2
 
 
 @pytest.mark.parametrize(
