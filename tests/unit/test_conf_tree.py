@@ -122,6 +122,11 @@ class TestComposed:
             strategy = instantiate(composed(tmp_path, "strategy.tail=carry").strategy)
         assert strategy.options.incomplete_window == "carry"
 
+    def test_few_meetings_by_name(self, tmp_path):
+        for override, every in (("strategy/outer=averaging", 20), ("experiment=bytes_diloco", 20)):
+            strategy = instantiate(composed(tmp_path, override).strategy, _convert_="all")
+            assert strategy.options.outer["every"] == every
+
     def test_ddp_is_there_to_compare_with(self, tmp_path):
         cfg = composed(tmp_path, "strategy=ddp")
         assert type(instantiate(cfg.trainer, logger=False).strategy) is DDPStrategy
