@@ -43,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _sample(config, items)
     for item in items:
         reason = grounds.why_not(grounds.needed_gpus(item))
         if (mark := item.get_closest_marker("cpu_only")) and grounds.needed_gpus(item):
@@ -54,6 +55,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             reason = reason or f"{mark.args[0]} is not installed"
         if reason:
             item.add_marker(pytest.mark.skip(reason=f"not run: {_place(item)} ({reason})"))
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests over each wire that run in slices, keep every third; all with LEAN_DDP_WHOLE_TABLES."""
+    if os.environ.get("LEAN_DDP_WHOLE_TABLES"):
+        return
+    sliced = [
+        item
+        for item in items
+        if isinstance(item, pytest.Function)
+        and hasattr(item, "callspec")
+        and item.callspec.params.get("each_wire", (None, None))[1] == "shard"
+    ]
+    left = {item for number, item in enumerate(sliced) if number % 3}
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=list(left))
 
 
 def _place(item: pytest.Item) -> str:
