@@ -66,6 +66,7 @@ def draw(rng: random.Random, root: str, index: int) -> Spec:
         seed=index,
         workers=rng.choice((0, 0, 2)),
         every=rng.choice((0, 0, 5)),
+        wire=rng.choice(("auto", "auto", "fp32", "bf16", "int8")),
     )
 
 

@@ -46,6 +46,7 @@ class Spec:
         seed: Of the order of samples.
         workers: Data-loader processes of each rank.
         every: Local steps between two meetings; 0 reduces gradients in each step.
+        wire: What gradients travel as; all but ``"auto"`` over the process group.
     """
 
     root: str
@@ -58,6 +59,7 @@ class Spec:
     seed: int
     workers: int = 0
     every: int = 0
+    wire: str = "auto"
 
     @property
     def folder(self) -> Path:
@@ -66,7 +68,11 @@ class Spec:
     @property
     def options(self) -> dict[str, Any]:
         """Of the strategy."""
-        return {"outer": {"every": self.every} if self.every else None}
+        if self.every:
+            return {"outer": {"every": self.every}}
+        if self.wire == "auto":
+            return {}
+        return {"wire": {"dtype": self.wire, "min_bytes": 0}, "shared_memory": False}
 
 
 class Samples(Dataset[Tensor]):

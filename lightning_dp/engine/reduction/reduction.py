@@ -209,7 +209,8 @@ class Reduction:
         launched = now()  # gloo's threads may run before the call returns
         work = self.parts.wire.launch(bucket)
         self.in_flight.append((bucket, work))
-        self.times.launched(bucket.index, bucket.nbytes, bucket.ready, launched, work)
+        nbytes = self.parts.wire.nbytes(bucket)
+        self.times.launched(bucket.index, nbytes, bucket.ready, launched, work)
 
     def _write(self, block: Tensor, control: dict[int, float | Tensor], factor: float) -> None:
         """Write the control block, with what is only known when the last bucket has been filled."""

@@ -153,6 +153,10 @@ class CommHookWire:
         if self._lent_group:
             state.process_group = group.process_group
 
+    def nbytes(self, bucket: Bucket) -> int:
+        """What the hook is given; what it sends is not known."""
+        return bucket.nbytes
+
     def forget(self) -> None:
         """The buckets are others than those of the checkpoint: what was kept of each begins empty."""
         log.warning(

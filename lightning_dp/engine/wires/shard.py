@@ -165,6 +165,12 @@ class ShardWire(Stateless):
         large = bucket.slots_numel * bucket.dtype.itemsize >= self.min_bytes
         return self.codec if large and bucket.dtype == torch.float32 else None
 
+    def nbytes(self, bucket: Bucket) -> int:
+        """Bytes of ``bucket``'s gradients as they are written."""
+        plain = bucket.grad_numel * bucket.dtype.itemsize
+        codec = self.codec_of(bucket)
+        return plain if codec is None else round(plain * codec.ratio)
+
     # What others call
 
     def launch(self, bucket: Bucket) -> InFlight:

@@ -44,6 +44,9 @@ class Wire(Protocol):
         Collective: every rank, in the launch order agreed for the reduction. Does not block.
         """
 
+    def nbytes(self, bucket: Bucket) -> int:
+        """Bytes of the message that ``bucket`` travels as."""
+
     def forget(self) -> None:
         """Drop what is kept by bucket: the buckets are others now."""
 
@@ -60,6 +63,10 @@ class Stateless:
     slicing: Slicing = UNCUT
     ratio: float = 1.0
     gathers: bool = True
+
+    def nbytes(self, bucket: Bucket) -> int:
+        """As it is."""
+        return bucket.nbytes
 
     def forget(self) -> None:
         """Nothing to drop."""
@@ -116,6 +123,10 @@ class RecordingWire:
     def gathers(self) -> bool:
         """As the inner wire."""
         return self.inner.gathers
+
+    def nbytes(self, bucket: Bucket) -> int:
+        """As the inner wire."""
+        return self.inner.nbytes(bucket)
 
     def forget(self) -> None:
         """As the inner wire."""

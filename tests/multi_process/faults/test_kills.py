@@ -36,6 +36,16 @@ def test_a_killed_run_ends_is_explained_and_resumes(trial, tmp_path):
     assert outcome.seconds < kill_test.LIMIT_S
 
 
+@pytest.mark.parametrize(
+    ("moment", "way", "wire"), [("collective", "SIGKILL", "int8"), ("backward", "SIGTERM", "bf16")]
+)
+def test_also_on_a_rounded_wire(moment, way, wire, tmp_path):
+    spec = Spec(str(tmp_path), 3, 0, 1, moment, way, step=5, seed=3, wire=wire)
+    outcome = kill_test.trial(spec, program=False)
+    assert outcome.problems == []
+    assert outcome.seconds < kill_test.LIMIT_S
+
+
 def test_the_trials_meet_every_moment():
     assert {trial[0] for trial in TRIALS} == set(MOMENTS)
     rng = random.Random(0)
