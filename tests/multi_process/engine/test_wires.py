@@ -18,6 +18,8 @@ from lightning_dp.engine.bucket import Bucket, Slot
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.wires.codec import Codec, Half, Int8, add_rows
 from lightning_dp.engine.wires.shard import ShardWire
+from tests.support import parity
+from tests.support.nets import data, net
 from tests.support.parity import (
     SMALL,
     Harness,
@@ -103,12 +105,12 @@ def _errors(rank, world_size):
     found = {}
     for name, codec in CODECS.items():
         for gathers in (True, False):
-            wire = ShardWire.connect(group, codec=codec, gathers=gathers)
+            wire = ShardWire.connect(group, codec=codec)
             slot = Slot(0, "w", nn.Parameter(torch.zeros(N)))
             bucket = Bucket(0, [slot], torch.float32, torch.device("cpu"), wire.slicing)
             bucket.allocate()
             slot.view.copy_(gradient(rank) * wire.predivide_factor)
-            wire.launch(bucket).wait()
+            (wire.launch(bucket) if gathers else wire.reduce(bucket)).wait()
             mine = slice(rank * bucket.slice_numel, (rank + 1) * bucket.slice_numel)
             part = mine if not gathers else slice(None)
             found[name, gathers] = relative(bucket.grads[part], exact[part])
@@ -152,6 +154,23 @@ def test_L1_the_error_does_not_grow_with_the_number_of_ranks(name):
         assert simulated(codec, ranks) == pytest.approx(expected_error(codec, ranks), rel=0.1)
     assert simulated(codec, 64) < 1.1 * c
     assert ring(codec, 64) > c * math.sqrt(64 / 3), "control: a ring of rounded sums grows"
+
+
+def _parity(rank, world_size):
+    """Against plain torch, on every device and backend."""
+
+    def step(module, backward, index, rank):
+        backward(module(data(dtype=next(module.parameters()).dtype)).square().mean())
+
+    for name in ("shard", "bf16", "int8"):
+        parity.WIRE = name
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            parity.check(rank, world_size, lambda d=dtype: net().to(d), step)
+
+
+@pytest.mark.usefixtures("ground")
+def test_slices_average_as_an_all_reduce_does_on_every_device():
+    run_ranks(_parity, 2)
 
 
 class Uneven(nn.Module):
