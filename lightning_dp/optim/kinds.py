@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dp.engine.bucket import is_dense
+
 STEPS = 20
 SHAPE = (8, 12)
 TOLERANCE = 1e-6
@@ -102,6 +104,15 @@ def judge(optimizer: Optimizer, split: Collection[str] = (), *, slices: bool = T
     return Verdict(
         Sharding.REPLICATED, f"what {name} does to one parameter depends on the others as well"
     )
+
+
+def of_parameter(sharding: Sharding, parameter: Tensor) -> Sharding:
+    """How the work on one parameter is divided, by an optimizer whose work is divided so."""
+    if parameter.numel() == 0 or not is_dense(parameter):
+        return Sharding.REPLICATED
+    # Optimizers look at a complex number as two real ones, which a slice might part.
+    by_slices = sharding is Sharding.SLICES and not parameter.is_complex()
+    return sharding if by_slices or sharding is Sharding.REPLICATED else Sharding.TENSORS
 
 
 def _scalars(group: dict[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_dp.engine.bucket import UNCUT, Slicing, Slot, is_dense
+from lightning_dp.engine.bucket import UNCUT, Slicing, Slot
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.errors import ConfigError
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.lightning import pl
-from lightning_dp.optim.kinds import Sharding, Verdict, judge
+from lightning_dp.optim.kinds import Sharding, Verdict, judge, of_parameter
 from lightning_dp.optim.readers import GradientReaders
 from lightning_dp.optim.sharded import ShardedOptimizer, make_whole
 from lightning_dp.optim.shares import Shares
@@ -178,13 +178,9 @@ class ZeroState:
             return (
                 Sharding.REPLICATED
             )  # of two optimizers, each would see the other's part as stale
-        kept = any(fnmatch(name, pattern) for pattern in self._except)
-        if kept or parameter.numel() == 0 or not is_dense(parameter):
+        if any(fnmatch(name, pattern) for pattern in self._except):
             return Sharding.REPLICATED
-        sharding = self._verdicts[numbers[0]].sharding
-        # Optimizers look at a complex number as two real ones, which a slice might part.
-        by_slices = sharding is Sharding.SLICES and not parameter.is_complex()
-        return sharding if by_slices or sharding is Sharding.REPLICATED else Sharding.TENSORS
+        return of_parameter(self._verdicts[numbers[0]].sharding, parameter)
 
     def sliced(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether the parameter's optimizer updates slices of buckets."""

@@ -46,7 +46,7 @@ ROUNDED = {"bf16": 0.012, "int8": 0.024}
 PATIENCE = timedelta(seconds=1)
 
 
-def _loss(module: nn.Module, micro: Micro, drawn: Draw) -> Tensor:
+def loss_of(module: nn.Module, micro: Micro, drawn: Draw) -> Tensor:
     loss = module(torch.randint(9, (5,)), micro.used)
     if micro.lost:
         loss = torch.zeros((), dtype=loss.dtype, requires_grad=True)
@@ -62,7 +62,9 @@ def _backward(loss: Tensor, micro: Micro, backward) -> None:
     backward(loss)
 
 
-def _run(drawn: Draw, module: nn.Module, window: int, rank: int, harness: Harness | None) -> None:
+def run_window(
+    drawn: Draw, module: nn.Module, window: int, rank: int, harness: Harness | None
+) -> None:
     """One accumulation window on this rank, with the engine or without."""
     micros = drawn.windows[window]
     for index, by_rank in enumerate(micros):
@@ -72,7 +74,7 @@ def _run(drawn: Draw, module: nn.Module, window: int, rank: int, harness: Harnes
         with harness.window.reducing(False) if harness else contextlib.nullcontext():
             for _ in range(micro.inner):  # a step's own backwards: attacks, inner loops of others
                 module(torch.randint(9, (5,)), micro.used).backward()
-        loss = _loss(module, micro, drawn)
+        loss = loss_of(module, micro, drawn)
         if harness is None:
             _backward(loss, micro, plain_backward)
             continue
@@ -167,10 +169,10 @@ def run_draw(drawn: Draw, rank: int, group: ReplicaGroup, codec: Codec | None = 
                 if not (window and drawn.kept[window - 1]):
                     m.zero_grad(set_to_none=drawn.to_none)
             harness.before_step()
-            _run(drawn, plain, window, rank, None)
+            run_window(drawn, plain, window, rank, None)
             rounded = _rounded(drawn, plain, window, codec)
             expected = _expected(drawn, plain, window)
-            _run(drawn, module, window, rank, harness)
+            run_window(drawn, module, window, rank, harness)
             found = grads(module)
             # What is weighted in a module of several types is divided in single precision.
             least = 1e-6 if drawn.weighted else 0.0

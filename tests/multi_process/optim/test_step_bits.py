@@ -15,7 +15,7 @@ from lightning_dp.engine.bucket import Slicing, Slot
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.wires.shard import ShardWire
-from lightning_dp.optim.kinds import Sharding, judge
+from lightning_dp.optim.kinds import Sharding, judge, of_parameter
 from lightning_dp.optim.sharded import ShardedOptimizer
 from lightning_dp.optim.shares import Shares
 from tests.support.parity import Harness, as_bytes, assert_equal_on_all_ranks, make_group, seeded
@@ -81,10 +81,10 @@ def shards(harness: Harness, optimizers: list[Optimizer]) -> list[ShardedOptimiz
     }
 
     def sharding_of(slot: Slot) -> Sharding:
-        return kinds.get(id(slot.param), Sharding.REPLICATED)
+        return of_parameter(kinds.get(id(slot.param), Sharding.REPLICATED), slot.param)
 
     for slot in harness.reducer.registry.slots:
-        slot.sliced = sharding_of(slot) is Sharding.SLICES
+        slot.sliced = sharding_of(slot) is Sharding.SLICES and not slot.expects_sparse
     group = harness.group
     shares = Shares(harness.reducer.layout, group.rank, group.world_size, sharding_of)
     return [ShardedOptimizer(each, n, shares, group) for n, each in enumerate(optimizers)]
