@@ -53,7 +53,7 @@ class Line(pl.LightningModule):
         return {"loss": loss, "loss_weight": len(batch)} if self.weigh else loss
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+        return torch.optim.AdamW(self.parameters(), lr=0.0)
 
 
 class Keeps(Logger):
@@ -84,6 +84,9 @@ RUNS = {
     "16-mixed": {"plugins": scaled},
     "weights": {"weigh": True},
     "accumulated": {"accumulate_grad_batches": 4},
+    "zero": {"strategy": {"zero": 1}},
+    "zero, clipped": {"strategy": {"zero": 1}, "gradient_clip_val": 1e-3},
+    "wire": {"strategy": {"wire": {"dtype": "bf16", "min_bytes": 1}, "shared_memory": False}},
 }
 
 
@@ -99,7 +102,7 @@ def _fit(rank, world_size, port, names):
         runner = trainer(
             world_size,
             port,
-            lean(),
+            lean(**options.pop("strategy", {})),
             callbacks=[callback],
             logger=logger,
             log_every_n_steps=16,
@@ -126,7 +129,7 @@ def test_b3_one_number_whatever_clips_scales_weighs_or_accumulates(alone):
         sd = (estimate.high - estimate.low) / 4
         assert abs(estimate.value - found["plain"].value) < 2 * math.sqrt(2) * sd
     # The same batches, in the same order: the same number.
-    for name in ("clipped", "bf16-mixed", "16-mixed", "weights"):
+    for name in ("clipped", "bf16-mixed", "16-mixed", "weights", "zero", "zero, clipped", "wire"):
         assert found[name].value == pytest.approx(found["plain"].value, rel=0.02), name
     assert found["clipped"] == found["plain"]
     assert alone.parts == 4
