@@ -330,13 +330,13 @@ class LeanDDPStrategy(DDPStrategy):
         """Make buffers equal. Collective: every rank."""
         self._controller.evaluation_starts()
         self._engine.before_use()
-        self._engine.show_equal()
+        self._engine.rounds.show_equal()
         super().on_validation_start()
 
     def on_validation_end(self) -> None:
         """Stop here if a rank was asked to. Collective: every rank."""
         super().on_validation_end()
-        self._engine.show_own()
+        self._engine.rounds.show_own()
         self._controller.evaluation_ends()
 
     def on_test_start(self) -> None:
@@ -376,7 +376,7 @@ class LeanDDPStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's plain ``state_dict``. Collective: every rank, while fitting."""
         self._engine.before_use()
-        with self._engine.shown():
+        with self._engine.rounds.shown():
             return super().lightning_module_state_dict()
 
     # Checkpoints

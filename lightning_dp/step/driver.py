@@ -6,7 +6,7 @@ This file is longer than others because a step's hooks are read in the order in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -32,9 +32,7 @@ from lightning_dp.step.hook_choice import HookChoice
 from lightning_dp.step.losses import LossWeights
 from lightning_dp.step.noise_checks import check_noise
 from lightning_dp.step.optimizer_groups import OptimizerGroups
-from lightning_dp.step.outer import Outer
-from lightning_dp.step.outer_checks import check_outer, refuse_module
-from lightning_dp.step.outer_state import take_own
+from lightning_dp.step.rounds import Rounds
 from lightning_dp.step.step_watch import StepWatch
 from lightning_dp.step.wire_choice import WireChoice
 from lightning_dp.step.zero import ZeroState
@@ -64,7 +62,7 @@ class StepDriver:
         self.options = options
         self.hook = HookChoice(hook, state, wrapper)
         self.wire = WireChoice(options, self.hook)
-        check_outer(options, hook=self.hook.given)
+        self.rounds = Rounds(options, hook=self.hook.given)
         self.timeout = timeout
         self.window = AccumulationWindow()
         self.windows = WindowKeeper(self.window, options.incomplete_window, options.mid_window)
@@ -76,8 +74,6 @@ class StepDriver:
         self.trainer: pl.Trainer | None = None
         self._module: pl.LightningModule | None = None
         self.losses: LossWeights | None = None
-        self.outer: Outer | None = None
-        self._saved_outer: Mapping[str, Any] | None = None
         self.host_reads_are_free: bool | None = None  # for tests: False runs an accelerator's logic
         self.reduces_alone = False  # for tests and benchmarks: a world of one reduces as well
         self._averaged = False
@@ -124,7 +120,7 @@ class StepDriver:
         self.reducer = self._make_reducer(optimizers, trainer)
         self.zero.attach(self.reducer)
         self.window.reduce_by_default(False)
-        self._connect_outer(trainer)
+        self.rounds.connect(self.reducer.registry.module, trainer, self.reducer, self.keeper)
         self.hook.restore(self.reducer)
         self._averaged = trainer_seams.averages_weights(trainer)
         self._steps = StepWatch(optimizers)
@@ -157,18 +153,6 @@ class StepDriver:
             supervision=self._supervision,
         )
 
-    def _connect_outer(self, trainer: pl.Trainer) -> None:
-        assert self.reducer is not None
-        assert self.keeper is not None
-        assert self._module is not None
-        if self.options.outer is None:
-            return
-        if self.reducer.group.world_size == 1:
-            log.warning("lean_ddp: outer has no effect with one rank: it trains as without.")
-            return
-        refuse_module(self._module, trainer)
-        self.outer = Outer(self.options, self._module, self.reducer, self.keeper)
-
     def close(self) -> None:
         """Remove hooks and end the group; gradients and weights stay."""
         self.windows.detach()
@@ -179,7 +163,8 @@ class StepDriver:
         if self.group is not None:
             self.group.close()
         self.reducer = self.keeper = self.group = self.trainer = self._module = None
-        self.losses = self.outer = self._saved_outer = None
+        self.losses = None
+        self.rounds.close()
         self.window.is_local = False
         self.optimizers = OptimizerGroups(())
         self.hook.forget()
@@ -211,8 +196,7 @@ class StepDriver:
         if not reducer.group.reduces:
             yield
             return
-        if self.outer is not None:
-            self.outer.before_step()
+        self.rounds.before_step()
         if self.window.position == 0 and self.keeper is not None and not self.window.is_local:
             self.keeper.before_step()
         reducer.release_storage()
@@ -272,8 +256,7 @@ class StepDriver:
             raise
 
     def _arm(self, reducer: Reducer, loss: Tensor) -> None:
-        if self.outer is not None:
-            self.outer.before_step()  # once more: the training step may have unfrozen something
+        self.rounds.before_step()  # once more: the training step may have unfrozen something
         if self.options.check_gradients != "off":
             # A loss scaler looks for the largest scale by overflowing, and skips those steps. With a
             # scale below one, what is not finite is not its doing.
@@ -294,8 +277,8 @@ class StepDriver:
             return
         if reducer.is_open and not reducer.nested:
             reducer.finalize()
-        elif self.outer is not None and self.window.ends_alone and not reducer.nested:
-            self.outer.end_window()
+        elif self.window.ends_alone and not reducer.nested:
+            self.rounds.end_window()
         if reducer.norms is not None:
             reducer.norms.end_backward(self.window)
 
@@ -356,27 +339,18 @@ class StepDriver:
             self.before_use(between_steps=True)
         every = self.options.check_replicas_every_n_steps
         self._check_is_due |= bool(every) and (self.steps == 1 or self.steps % every == 0)
-        if self.outer is not None:
-            self.outer.note_step()
-        if self._automatic:
+        self.rounds.note_step()
+        if self._automatic or not self.rounds.active:
             self._step_ends()
-        elif self.outer is None:
-            self._check_if_due()
 
     def _step_ends(self) -> None:
         """After the steps of all optimizers: a meeting, if it is time. Collective: every rank."""
-        if self.outer is not None and self.reducer is not None:
+        if self.rounds.active and self.reducer is not None and self.trainer is not None:
             if not self._automatic and self._steps.has_stepped():
-                self.outer.note_step()  # behind the Trainer's back
+                self.rounds.note_step()  # behind the Trainer's back
             with self._giving_up(self.reducer):
-                self.outer.end_step(is_last=self._is_last_step())
-        self._check_if_due()
-
-    def _is_last_step(self) -> bool:
-        return self.trainer is not None and trainer_seams.ends_with_step(self.trainer)
-
-    def _check_if_due(self) -> None:
-        if self._check_is_due and (self.outer is None or not self.outer.mid_round):
+                self.rounds.end_step(self.trainer)
+        if self._check_is_due and not self.rounds.mid_round:
             self._check_is_due = False
             self.check_replicas()
 
@@ -394,7 +368,7 @@ class StepDriver:
         if (
             self.reducer is not None
             and self.options.check_replicas_every_n_steps
-            and not (self.outer is not None and self.outer.mid_round)
+            and not self.rounds.mid_round
             and not trainer_seams.is_unwinding(self.trainer)
         ):
             settings = self.optimizers.settings()
@@ -409,7 +383,7 @@ class StepDriver:
         """
         if self.reducer is None or trainer_seams.is_unwinding(self.trainer):
             return
-        if self.outer is not None and self.outer.mid_round:
+        if self.rounds.mid_round:
             return  # others are shown the last meeting's values
         if not between_steps:
             self.reducer.settle()
@@ -439,55 +413,21 @@ class StepDriver:
         if self.reducer is not None:
             self.windows.restore(self.reducer)
             self.windows.say_misfits()
-        if self.outer is not None and self.trainer is not None:
-            self.outer.restore(self._saved_outer, self.trainer.global_step)
-        elif self._saved_outer is not None and self._saved_outer["position"]:
-            log.warning(
-                "lean_ddp: the checkpoint was saved in a round of outer, which this run does not have: it"
-                " goes on from the last meeting; %d step(s) are lost.",
-                self._saved_outer["position"],
-            )
+        self.rounds.begin_training(self.trainer)
 
     def end_training(self) -> None:
         """Finish the last round, prove replicas identical. Collective: every rank, unless one fails."""
-        if (
-            self.outer is not None
-            and self.reducer is not None
-            and not trainer_seams.is_unwinding(self.trainer)
-        ):
+        if self.reducer is not None and not trainer_seams.is_unwinding(self.trainer):
             with self._giving_up(self.reducer):
-                self.outer.finish_round()
+                self.rounds.end_training()
         self.check_replicas()
-
-    @contextmanager
-    def shown(self) -> Generator[None]:
-        """While in this context, the module holds what is equal on all ranks."""
-        swapped = self.show_equal()
-        try:
-            yield
-        finally:
-            if swapped:
-                self.show_own()
-
-    def show_equal(self) -> bool:
-        """Let the module hold what is equal on all ranks, until :meth:`show_own`; return if it did not."""
-        return self.outer is not None and self.outer.show_anchor()
-
-    def show_own(self) -> None:
-        """Let the module hold what this rank trains. Local."""
-        if self.outer is not None:
-            self.outer.show_local()
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
         """Add the window so far and the hook's state. Collective: every rank, unless one is failing."""
         if self.reducer is None:
             return
-        unwinding = trainer_seams.is_unwinding(self.trainer)
-        if self.outer is not None and "optimizer_states" in checkpoint:
-            assert self.trainer is not None
-            scaler = type(self.trainer.precision_plugin).__qualname__
-            self.outer.add_to(checkpoint, ("optimizer_states", scaler), alone=unwinding)
-        if unwinding:
+        self.rounds.add_to(checkpoint, self.trainer)
+        if trainer_seams.is_unwinding(self.trainer):
             return
         window = self.windows.state(self.reducer) if not self.window.is_local else None
         if "optimizer_states" not in checkpoint:
@@ -498,9 +438,7 @@ class StepDriver:
 
     def remember(self, checkpoint: dict[str, Any], rank: int, world_size: int) -> None:
         """Keep what a loaded checkpoint says of its window, of the communication hook and of ``outer``."""
-        self._saved_outer = checkpoint.get("lean_ddp", {}).get("outer")
-        if self.options.outer is not None:
-            take_own(checkpoint, rank, world_size)
+        self.rounds.remember(checkpoint, rank, world_size)
         self.windows.remember(checkpoint.get("lean_ddp", {}).get("window"))
         self.hook.remember(checkpoint)
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from lightning_dp.engine.bucket import Slot
 from lightning_dp.engine.plan.registry import buffer_owners
+from lightning_dp.engine.reduction import copies
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.replicas.buffers import BufferKeeper
 from lightning_dp.options import EngineOptions
@@ -54,6 +55,12 @@ class Round:
     weight: Tensor | float = 0.0
     micro_batches: int = 0
     loss: Tensor | float = 0.0
+
+    def add(self, window: Round) -> None:
+        """Count one step's window; a closure that ran many times is one."""
+        self.weight = self.weight + window.weight
+        self.micro_batches += window.micro_batches
+        self.loss = self.loss + window.loss
 
 
 class Outer:
@@ -92,7 +99,7 @@ class Outer:
         self._anchors: dict[int, Anchor] = {}  # by number of slot
         self._buffers: dict[str, Tensor] = {}  # at the last meeting
         self._hidden: list[tuple[Tensor, Tensor]] = []  # local values, while the anchor is shown
-        self._round = Round()
+        self._round, self._last_window = Round(), Round()
         self._stepped = False
         self.mid_round = False
         self.steps = self.position = 0
@@ -112,11 +119,13 @@ class Outer:
 
     def end_window(self) -> None:
         """A local step's last backward has ended: this rank's own weighted mean is the gradient."""
-        window, so_far = self._window, self._round
+        window = self._window
         if window.weighted:  # the reference may change in the round
-            so_far.weight = so_far.weight + window.weight * window.reference
-            so_far.loss = so_far.loss + window.loss * window.reference
-            so_far.micro_batches += window.micro_batches
+            self._last_window = Round(
+                window.weight * window.reference,
+                window.micro_batches,
+                window.loss * window.reference,
+            )
         self._reducer.end_alone()
 
     def note_step(self) -> None:
@@ -134,6 +143,7 @@ class Outer:
         self.steps += 1
         if self._window.is_local:
             self.position += 1
+            self._round.add(self._last_window)
             if is_last or self.position >= self._every:
                 self.finish_round()
         elif self.steps >= self._start_after:
@@ -152,22 +162,24 @@ class Outer:
         """
         if self.position == 0:
             return
-        registry = self._reducer.registry
-        kept = [(slot, slot.param.grad) for slot in registry.slots if not slot.removed]
-        for slot, _ in kept:
+        slots = [slot for slot in self._reducer.registry.slots if not slot.removed]
+        kept = [(slot.param, slot.param.grad, slot.param.requires_grad) for slot in slots]
+        for slot in slots:
             slot.param.grad = None
         share = self._put_round_into_window()
         for slot, anchor in self._anchored():
-            change = anchor.value - slot.param
-            slot.param.grad = change if share == 1.0 else change.mul_(share)
+            slot.param.requires_grad_(True)  # what was frozen in the round has changed too
+            slot.param.grad = anchor.value - slot.param
+        copies.scale((slot.param.grad for slot, _ in self._anchored()), share)
         self._reducer.reduce_now()
         self._reducer.settle()
         for slot, anchor in self._anchored():
             mean = slot.param.grad
             assert mean is not None
             self._step(slot, anchor, mean.to_dense() if mean.is_sparse else mean)
-        for slot, grad in kept:
-            slot.param.grad = grad  # of the last local step, for whoever looks after it
+        for parameter, grad, trainable in kept:
+            parameter.grad = grad  # of the last local step, for whoever looks after it
+            parameter.requires_grad_(trainable)
         self._begin_round()
 
     def _anchored(self) -> Iterator[tuple[Slot, Anchor]]:
@@ -182,11 +194,10 @@ class Outer:
             What this rank's change is multiplied with; 1 exactly where nobody weighs.
         """
         window, so_far = self._window, self._round
-        count = so_far.micro_batches
-        if not count:
+        if not so_far.micro_batches:
             return 1.0  # manual optimization: the plain mean over ranks
-        window.weighted = True
-        window.divisor = window.micro_batches = count
+        window.weighted, window.micro_batches = True, so_far.micro_batches
+        window.divisor = count = self.position * window.divisor  # the same on all ranks
         window.weight = so_far.weight / window.reference
         window.loss = so_far.loss / window.reference
         return window.weight / count
@@ -291,6 +302,8 @@ class Outer:
             saved: Of :meth:`add_to`; ``None`` without one.
             steps: The user's optimizer steps so far, as the Trainer counts them.
         """
+        self._anchors.clear()  # of a search for a learning rate
+        self.position, self._round, self._stepped = 0, Round(), False
         self.steps = int(saved["steps"]) if saved is not None else steps
         self._window.is_local = self.steps >= self._start_after
         self.before_step()

@@ -39,6 +39,10 @@ def adam(parameters):
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=6, line_search_fn="strong_wolfe")
+
+
 def simulate(make, world_size, outer, steps, accumulate=1):
     """The same training in one process: one module a rank, ``torch.optim.SGD`` outside."""
     anchor = Net()
@@ -181,6 +185,11 @@ def _meets_every(rank, world_size, port):
         (Many(raw=True), {"every": 5}, {4, 9, 11}),
         (Net(), {"every": 5, "start_after": 2}, {0, 1, 6, 11}),
         (Net(), {"every": 1}, set(range(12))),
+        (
+            Net(lbfgs, weigh=True),
+            {"every": 5},
+            {4, 9, 11},
+        ),  # closures run another time on each rank
     ):
         watch = Watch()
         callbacks = {"callbacks": lambda w=watch: [w]}

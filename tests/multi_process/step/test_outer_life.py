@@ -136,30 +136,45 @@ def test_D5_a_round_of_other_ranks_is_finished_on_resume(tmp_path):
 
 
 def _without(rank, world_size, port, folder):
-    lines = log_lines("lightning_dp.step.driver")
+    lines = log_lines("lightning_dp.step.rounds")
     fit(Net(), rank, world_size, port, lean(), max_epochs=3, ckpt_path=f"{folder}/4.ckpt")
     return " ".join(lines)
 
 
-def _validates(rank, world_size, port):
-    module, loader = Net(), DataLoader(Rows(), batch_size=6)
-    t = trainer(
-        world_size, port, lean(outer=OUTER), max_epochs=3, val_check_interval=2,
-        limit_val_batches=1, num_sanity_val_steps=1,
-    )  # fmt: skip
-    t.fit(module, loader, loader)
-    assert_equal_on_all_ranks(module.state_dict())
-    return module.seen, held(module)
+class SavesWhileShown(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_validation_end(self, trainer, module):
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(f"{self.folder}/shown.ckpt")
 
 
-def test_a_validation_sees_the_last_meetings_weights_and_changes_nothing():
-    (first, end), (second, other_end) = ranks(_validates, 2)
-    assert first == second
-    assert [step for step, _ in first] == [0, *range(2, 13, 2)]
-    weights = dict(first)
-    assert weights[0] == weights[2] != weights[4]
-    assert weights[4] != weights[6] == weights[8] != weights[10]
-    assert weights[12] == end == other_end
+def _validates(rank, world_size, port, folder):
+    environment, found = dict(os.environ), []
+    for path in (None, f"{folder}/shown.ckpt"):
+        again(environment)
+        module, loader = Net(), DataLoader(Rows(), batch_size=6)
+        t = trainer(
+            world_size, port, lean(outer=OUTER), max_epochs=3, val_check_interval=2,
+            limit_val_batches=1, num_sanity_val_steps=1, callbacks=[SavesWhileShown(folder)],
+        )  # fmt: skip
+        t.fit(module, loader, loader, ckpt_path=path)
+        assert_equal_on_all_ranks(module.state_dict())
+        found.append((dict(module.seen), held(module)))
+    (seen, end), (seen_later, end_later) = found
+    assert end == end_later
+    assert seen_later.items() <= seen.items()
+    return seen, end
+
+
+def test_a_validation_sees_the_last_meetings_weights_and_changes_nothing(tmp_path):
+    (seen, end), other = ranks(_validates, 2, str(tmp_path))
+    assert (seen, end) == other
+    assert [*seen] == [0, *range(2, 13, 2)]
+    assert seen[0] == seen[2] != seen[4]
+    assert seen[4] != seen[6] == seen[8] != seen[10]
+    assert seen[12] == end
 
 
 class Overflows(Base):
@@ -266,7 +281,7 @@ def test_D6_an_error_in_mid_round_ends_ranks_that_would_not_meet_for_long():
 
 
 def _alone(rank, world_size, port):
-    environment, lines, found = dict(os.environ), log_lines("lightning_dp.step.driver"), []
+    environment, lines, found = dict(os.environ), log_lines("lightning_dp.step.rounds"), []
     for outer in (OUTER, None):
         again(environment)
         module = Net()
