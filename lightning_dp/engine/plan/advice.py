@@ -86,12 +86,10 @@ def coding_s_per_byte(codec: Codec, ranks: int, nbytes: int = MIB) -> float:
 
     def once() -> float:
         begin = time.perf_counter()
-        for row, mine in zip(rows, values, strict=True):
-            codec.encode(mine, row)
+        codec.encode(values, rows)
         add_rows(rows, values[0], codec)
-        codec.encode(values[0], rows[0])
-        for row, mine in zip(rows, values, strict=True):
-            codec.decode(row, mine)
+        codec.encode(values[:1], rows[:1])
+        codec.decode(rows, values)
         return time.perf_counter() - begin
 
     return min(once() for _ in range(3)) / (4 * ranks * n)

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
+SCRATCH_NUMBERS = 256 * 1024
 LARGEST = 127  # of a code; -128 is not used, so that codes are symmetric
-LEAST = 1e-36  # a block of smaller numbers is zero: their scale would not be a normal number
+LEAST = (
+    1e-35  # a block of smaller numbers gets this one's scale: its own would not be a normal number
+)
 
 
 class Codec(Protocol):
-    """How numbers are written in a message.
+    """How numbers of fp32 are written in a message.
 
     Attributes:
         name: As in options.
@@ -37,11 +40,11 @@ class Codec(Protocol):
     def message(self, rows: int, n: int) -> Tensor:
         """Shape ``(rows, m)`` and dtype of a message of ``rows`` rows of ``n`` numbers; without memory."""
 
-    def encode(self, values: Tensor, row: Tensor) -> None:
-        """Write ``values``, shape ``(n,)``, floating, into ``row``, shape ``(m,)``."""
+    def encode(self, values: Tensor, rows: Tensor) -> None:
+        """Write ``values``, shape ``(k, n)``, into ``rows``, shape ``(k, m)``."""
 
-    def decode(self, row: Tensor, out: Tensor) -> None:
-        """Read ``row``, shape ``(m,)``, into ``out``, shape ``(n,)``, floating."""
+    def decode(self, rows: Tensor, out: Tensor) -> None:
+        """Read ``rows``, shape ``(k, m)``, into ``out``, shape ``(k, n)``."""
 
 
 class Half:
@@ -63,13 +66,13 @@ class Half:
         """As the protocol's."""
         return torch.empty(rows, n, dtype=self.dtype, device="meta")
 
-    def encode(self, values: Tensor, row: Tensor) -> None:
+    def encode(self, values: Tensor, rows: Tensor) -> None:
         """As the protocol's."""
-        row.copy_(values)
+        rows.copy_(values)
 
-    def decode(self, row: Tensor, out: Tensor) -> None:
+    def decode(self, rows: Tensor, out: Tensor) -> None:
         """As the protocol's."""
-        out.copy_(row)
+        out.copy_(rows)
 
 
 class Int8:
@@ -92,33 +95,33 @@ class Int8:
         """As the protocol's."""
         return torch.empty(rows, n + 4 * (n // self.block), dtype=torch.uint8, device="meta")
 
-    def encode(self, values: Tensor, row: Tensor) -> None:
+    def encode(self, values: Tensor, rows: Tensor) -> None:
         """As the protocol's. Rounds to nearest."""
-        n = values.numel()
-        blocks = values.float().view(-1, self.block)
-        largest = torch.maximum(blocks.amax(1), blocks.amin(1).neg_())
-        scales = row[n:].view(torch.float32)
-        # Comparisons with NaN are false: what is not finite gets NaN, what is too small a scale of zero.
-        scales.copy_(largest).div_(LARGEST)
-        scales.masked_fill_(~torch.isfinite(largest), float("nan")).masked_fill_(largest < LEAST, 0)
-        steps = (LARGEST / largest).masked_fill_(~(scales > 0), 0)
-        if self._scratch.numel() < n or self._scratch.device != row.device:
-            self._scratch = torch.empty(n, device=row.device)
-        codes = torch.mul(
-            blocks, steps.unsqueeze(1), out=self._scratch[:n].view_as(blocks)
-        ).round_()
-        row[:n].view(torch.int8).view_as(codes).copy_(codes)
+        # Few rows at a time: scratch memory that a processor's cache holds.
+        step = max(1, SCRATCH_NUMBERS // values.shape[1])
+        for some, theirs in zip(values.split(step), rows.split(step), strict=True):  # type: ignore[no-untyped-call]
+            self._encode(some, theirs)
 
-    def decode(self, row: Tensor, out: Tensor) -> None:
+    def _encode(self, values: Tensor, rows: Tensor) -> None:
+        codes, scales = self._parts(rows, values.shape[1])
+        blocks = values.view(codes.shape)
+        largest = torch.maximum(blocks.amax(2), blocks.amin(2).neg_()).clamp_(min=LEAST)
+        # The second term is NaN where the first is not finite, else 0.
+        torch.add(largest / LARGEST, largest - largest, out=scales)
+        if self._scratch.numel() < values.numel() or self._scratch.device != values.device:
+            self._scratch = torch.empty(values.numel(), device=values.device)
+        scaled = self._scratch[: values.numel()].view(codes.shape)
+        codes.copy_(torch.mul(blocks, (LARGEST / largest).unsqueeze(2), out=scaled).round_())
+
+    def decode(self, rows: Tensor, out: Tensor) -> None:
         """As the protocol's."""
-        n = out.numel()
-        codes = row[:n].view(torch.int8)
-        scales = row[n:].view(torch.float32)
-        values = out if out.dtype == torch.float32 else torch.empty(n, device=out.device)
-        values.copy_(codes)
-        values.view(-1, self.block).mul_(scales.unsqueeze(1))
-        if values is not out:
-            out.copy_(values)
+        codes, scales = self._parts(rows, out.shape[1])
+        out.view(codes.shape).copy_(codes).mul_(scales.unsqueeze(2))
+
+    def _parts(self, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Return views: codes ``(k, blocks, block)``, scales ``(k, blocks)``."""
+        codes = rows[:, :n].view(torch.int8).view(len(rows), -1, self.block)
+        return codes, rows[:, n:].view(torch.float32)
 
 
 def add_rows(rows: Tensor, out: Tensor, codec: Codec | None = None) -> None:
@@ -128,7 +131,7 @@ def add_rows(rows: Tensor, out: Tensor, codec: Codec | None = None) -> None:
 
     Args:
         rows: One a rank.
-        out: Floating.
+        out: Floating; of fp32 with a codec.
         codec: How rows are written; ``None`` if they are numbers of ``out``'s dtype.
     """
     if codec is None and out.dtype not in HALF:
@@ -139,9 +142,9 @@ def add_rows(rows: Tensor, out: Tensor, codec: Codec | None = None) -> None:
     wide = out.dtype == torch.float32
     total = out if wide else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     term = torch.empty_like(total)
-    for position, row in enumerate(rows):
-        into = total if position == 0 else term
-        codec.decode(row, into) if codec is not None else into.copy_(row)
+    for position in range(len(rows)):
+        row, into = rows[position : position + 1], total if position == 0 else term
+        codec.decode(row, into.unsqueeze(0)) if codec is not None else into.copy_(row[0])
         if position:
             total.add_(term)
     if not wide:

@@ -308,8 +308,7 @@ class ShardWire(Stateless):
         else:
             like = codec.message(count, rows.shape[1])
             exchange.sent, exchange.received = self._take(like), self._take(like)
-            for values, row in zip(rows, exchange.sent, strict=True):
-                codec.encode(values, row)
+            codec.encode(rows, exchange.sent)
         exchange.work = dist.all_to_all_single(
             exchange.received, exchange.sent, group=self.group.process_group, async_op=True
         )
@@ -321,7 +320,7 @@ class ShardWire(Stateless):
         self._give_back(exchange.received)
         mine = sent[self.group.rank]
         if exchange.gathers and exchange.codec is not None:
-            exchange.codec.encode(own, mine)
+            exchange.codec.encode(own.unsqueeze(0), mine.unsqueeze(0))
         if exchange.gathers:
             exchange.work = all_gather(sent.view(-1), mine, self.gather_group)
         elif exchange.codec is not None:
@@ -332,8 +331,7 @@ class ShardWire(Stateless):
         if exchange.codec is None or not exchange.gathers:
             return
         rows = exchange.grads.view(self.group.world_size, -1)
-        for row, out in zip(exchange.sent, rows, strict=True):
-            exchange.codec.decode(row, out)
+        exchange.codec.decode(exchange.sent, rows)
         self._give_back(exchange.sent)
 
     # Memory

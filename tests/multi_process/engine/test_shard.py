@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,7 @@ from torch import nn
 
 from lightning_dp.engine.bucket import Bucket, Slicing, Slot
 from lightning_dp.engine.wires import codec, shard
-from lightning_dp.engine.wires.codec import add_rows
+from lightning_dp.engine.wires.codec import Half, Int8, add_rows
 from lightning_dp.engine.wires.shard import ShardWire
 from tests.support.nets import branches, data
 from tests.support.parity import Harness, make_group, seeded
@@ -162,6 +165,49 @@ def _counted(rank, world_size):
 
 def test_two_collectives_a_bucket_and_one_small_message_a_step():
     run_ranks(_counted, 2)
+
+
+class FakeStream:
+    """A stream on the CPU: what it is told, in order."""
+
+    def __init__(self):
+        self.told = []
+
+    def wait_stream(self, other):
+        self.told.append("waits for the gradients")
+
+    def record_event(self):
+        self.told.append("event")
+        return mock.Mock(query=lambda: True)
+
+
+def _on_a_stream(rank, world_size):
+    """As with NCCL: everything is queued at launch, in one stream; nothing is left to the host."""
+    stream, group = FakeStream(), make_group()
+    streams = mock.Mock(current_stream=FakeStream, stream=lambda _: contextlib.nullcontext())
+    for codec_ in (None, Half(torch.bfloat16), Int8()):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = []
+            for queued in (False, True):
+                wire = ShardWire.connect(group, codec=codec_)
+                bucket = make_bucket(0, [5000, 3], dtype, wire.slicing)
+                fill(bucket, rank)
+                with (
+                    mock.patch.object(torch.Tensor, "record_stream", create=True) as recorded,
+                    mock.patch.object(torch, "cuda", streams),
+                ):
+                    wire._stream = stream if queued else None
+                    wire.launch(bucket).wait()
+                    assert recorded.called == queued
+                assert not any((wire._queued, wire._reducing, wire._gathering))
+                found.append(bucket.grads.clone())
+                wire.close()
+            assert torch.equal(*found), (codec_, dtype)
+    assert stream.told == ["waits for the gradients", "event"] * 6
+
+
+def test_on_a_stream_the_bits_are_the_same():
+    run_ranks(_on_a_stream, 2)
 
 
 class Stop(Exception):

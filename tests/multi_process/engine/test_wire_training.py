@@ -21,9 +21,9 @@ RANKS, BLOCK = 2, 256
 class Int2(Int8):
     """Control: codes of -1, 0 and 1."""
 
-    def encode(self, values, row):
-        super().encode(values, row)
-        codes = row[: values.numel()].view(torch.int8)
+    def encode(self, values, rows):
+        super().encode(values, rows)
+        codes, _ = self._parts(rows, values.shape[1])
         codes.copy_((codes.float() / 127).round() * 127)
 
 
@@ -42,11 +42,11 @@ def mean(local: list[torch.Tensor], codec: Codec | None) -> torch.Tensor:
     n = -(-local[0].numel() // BLOCK) * BLOCK
     rows = torch.empty_like(codec.message(len(local) + 1, n), device="cpu")
     total = torch.empty(n)
-    for row, grad in zip(rows, local, strict=False):
-        codec.encode(nn.functional.pad(grad / len(local), (0, n - grad.numel())), row)
+    padded = [nn.functional.pad(grad / len(local), (0, n - grad.numel())) for grad in local]
+    codec.encode(torch.stack(padded), rows[:-1])
     add_rows(rows[:-1], total, codec)
-    codec.encode(total, rows[-1])
-    codec.decode(rows[-1], total)
+    codec.encode(total.unsqueeze(0), rows[-1:])
+    codec.decode(rows[-1:], total.unsqueeze(0))
     return total[: local[0].numel()]
 
 

@@ -47,9 +47,9 @@ def message(codec: Codec, rows: int, n: int) -> torch.Tensor:
 
 
 def there_and_back(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    row, out = message(codec, 1, values.numel())[0], torch.empty_like(values)
-    codec.encode(values, row)
-    codec.decode(row, out)
+    row, out = message(codec, 1, values.numel()), torch.empty_like(values)
+    codec.encode(values.unsqueeze(0), row)
+    codec.decode(row, out.unsqueeze(0))
     return out
 
 
@@ -132,7 +132,7 @@ def simulated(codec: Codec, ranks: int) -> float:
     exact = torch.zeros(N, dtype=torch.float64)
     for rank, row in enumerate(rows):
         exact += gradient(rank).double() / ranks
-        codec.encode(gradient(rank) / ranks, row)
+        codec.encode(gradient(rank).unsqueeze(0) / ranks, row.unsqueeze(0))
     total = torch.empty(N)
     add_rows(rows, total, codec)
     return relative(there_and_back(codec, total), exact)
