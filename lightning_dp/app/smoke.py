@@ -1,7 +1,8 @@
 """``lean-ddp smoke``: really start ranks, and see that each part of a training run works here.
 
-Start, all-reduce, one accumulated step, a request to stop on one rank, resuming, a clean end. Every
-number is compared with its known value. Takes some 20 seconds, most of it imports.
+Start, all-reduce, one accumulated step, a request to stop on one rank, resuming, an optimizer's state in
+shares, a clean end. Every number is compared with its known value. Takes some 20 seconds, most of it
+imports.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightning_dp.app.findings import Finding, add_json_option, report
 from lightning_dp.app.parsing import positive
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
 
-STEPS = ("start", "all-reduce", "accumulation", "preemption", "resume")
+STEPS = ("start", "all-reduce", "accumulation", "preemption", "resume", "zero")
 _CAUSES = (r"failed first|failed after training", r"Error: ")
 _SETTLE_S = 3.0
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,24 @@ class Line(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LR)
 
 
+class Sums(Line):
+    """As ``Line``, with momentum 1: the sum of all gradients so far is a state that can be shared."""
+
+    def __init__(self, told: Told) -> None:
+        super().__init__(told, stops=False)
+
+    def on_train_start(self) -> None:
+        """Nothing is counted."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Loss of one micro-batch."""
+        return (self.weight * batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The weight tells which gradients were kept."""
+        return torch.optim.SGD(self.parameters(), lr=LR, momentum=1.0)
+
+
 class Told:
     """One rank's results, and the misbehaviour that was asked for."""
 
@@ -104,12 +123,14 @@ class Told:
         assert right, f"{step}: {wrong}"
 
 
-def trainer(folder: Path, ranks: int, backend: str) -> pl.Trainer:
+def trainer(folder: Path, ranks: int, backend: str, zero: Literal[0, 1] = 0) -> pl.Trainer:
     """A quiet Trainer of ``ranks`` ranks that accumulates and keeps its last checkpoint."""
     return pl.Trainer(
         accelerator="cpu" if backend == "gloo" else "gpu",
         devices=ranks,
-        strategy=LeanDDPStrategy(process_group_backend=backend, rendezvous_timeout_s=60.0),
+        strategy=LeanDDPStrategy(
+            process_group_backend=backend, rendezvous_timeout_s=60.0, zero=zero
+        ),
         max_steps=LAST_STEP,
         max_epochs=-1,
         accumulate_grad_batches=WINDOW,
@@ -137,6 +158,13 @@ def run(folder: Path, ranks: int, backend: str) -> None:
     count = ranks * WINDOW * LAST_STEP
     everything = -LR * sum(range(1, count + 1)) / (ranks * WINDOW)
     told.done("resume", float(model.weight) if goes_on else float("inf"), everything)
+    shared = Sums(told)
+    trainer(folder, ranks, backend, zero=1).fit(shared, loader(ranks))
+    # Each step moves by the sum of the means so far.
+    size = ranks * WINDOW
+    means = [step * size + (size + 1) / 2 for step in range(LAST_STEP)]
+    expected = -LR * sum(mean * (LAST_STEP - step) for step, mean in enumerate(means))
+    told.done("zero", float(shared.weight), expected)
 
 
 if __name__ == "__main__":
