@@ -25,17 +25,22 @@ class Exchange:
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        self._cut: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, data, gradient
+        self._cut: list[tuple[Tensor, Tensor, Tensor | None]] = []  # parameter, data, gradient
         self._taken: list[tuple[Tensor, Tensor]] = []  # parameter, gradient
         self._touched: dict[int, Bucket] = {}
 
-    def enter(self, optimizer: Optimizer) -> None:
-        """Show ``optimizer`` this rank's parts. Local."""
+    def enter(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
+        """Show ``optimizer`` this rank's parts. Local.
+
+        Args:
+            optimizer: Whose parameters.
+            all_of_them: Also of parameters without a gradient.
+        """
         try:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     share = self._shares.of(parameter)
-                    if share is not None and parameter.grad is not None:
+                    if share is not None and (all_of_them or parameter.grad is not None):
                         self._show(parameter, share)
         except BaseException:
             self.leave()
@@ -47,14 +52,13 @@ class Exchange:
         self._touched[bucket.index] = bucket
         if share.is_whole:
             return
-        grad = parameter.grad
-        assert grad is not None
-        parameter.grad = None
+        grad, parameter.grad = parameter.grad, None
         if share.is_empty:
-            self._taken.append((parameter, grad))
+            if grad is not None:
+                self._taken.append((parameter, grad))
             return
         self._cut.append((parameter, parameter.data, grad))
-        part = share.of(in_memory_of(parameter, grad))
+        part = share.of(in_memory_of(parameter, grad)) if grad is not None else None
         parameter.data = share.of(parameter.data)
         parameter.grad = part
 

@@ -60,7 +60,12 @@ _BY_TENSOR: frozenset[type] = frozenset(
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
 )
 # Of other packages, which are not imported to compare classes.
-_ELEMENTWISE_NAMES = frozenset({"AdEMAMix", "Adan", "AdaBelief", "Lion", "Tiger"})
+_ELEMENTWISE_NAMES = frozenset(
+    {
+        *("AdEMAMix", "Adan", "AdaBelief", "Lion", "Tiger"),
+        *("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree"),
+    }
+)
 _BY_TENSOR_NAMES = frozenset(
     {
         *("Adalite", "CAME", "LAMB", "LARS", "Lamb", "Lars", "NovoGrad", "SOAP", "Shampoo"),
@@ -190,7 +195,9 @@ class _Probe:
         """Return where tensors end, the group's settings then, and the state; ``None`` if it raises."""
         try:
             parameters = [nn.Parameter(tensor.clone()) for tensor in start]
-            copy = self._copy(parameters)
+            copy: Any = self._copy(parameters)
+            if hasattr(copy, "train"):  # a schedule-free optimizer steps in that mode only
+                type(copy).train(copy)
             for step in grads:
                 for parameter, grad in zip(parameters, step, strict=True):
                     parameter.grad = None if grad is None else grad.clone()

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.errors import ConfigError, ReplicaMismatchError, some_names
 from lightning_dp.internals.optimizers import run_first_after_step
+from lightning_dp.internals.patch import patched
 from lightning_dp.optim import state as states
 from lightning_dp.optim.exchange import Exchange
 from lightning_dp.optim.gather import ParameterGather
@@ -68,6 +69,7 @@ class ShardedOptimizer:
         self._is_cut = False  # nothing in its state is whole that should be a part
         self._compared = False
         _IN_SHARES[optimizer] = shares
+        self._undo = [self._wrap_switch(name) for name in ("train", "eval")]
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             run_first_after_step(optimizer, self._after),
@@ -75,8 +77,10 @@ class ShardedOptimizer:
         ]
 
     def close(self) -> None:
-        """Remove the hooks; the state stays in shares. Local."""
+        """Remove the hooks; the state stays in shares. Local; in the reverse order of their making."""
         self.put_back()
+        for undo in self._undo:
+            undo()
         for handle in self._handles:
             handle.remove()
 
@@ -145,6 +149,28 @@ class ShardedOptimizer:
         if touched and not self._compared:
             self._compared = True
             self._compare()
+
+    def _wrap_switch(self, name: str) -> Callable[[], None]:
+        """Show a schedule-free optimizer this rank's parts in ``train`` and ``eval``, which move parameters.
+
+        Its class is asked, since a Trainer's wrapper of the optimizer is of that class too.
+        """
+        cls = type(self.optimizer)
+        original = getattr(cls, name, None)
+        if original is None:
+            return lambda: None
+
+        def switch(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(optimizer, "optimizer", optimizer) is not self.optimizer:
+                return original(optimizer, *args, **kwargs)
+            self._cut()
+            self._exchange.enter(self.optimizer, all_of_them=True)
+            try:
+                return original(self.optimizer, *args, **kwargs)
+            finally:
+                self._gather.run(self._exchange.leave())
+
+        return patched(cls, name, switch)
 
     def _loaded(self, _: Optimizer) -> None:
         self._is_cut = False

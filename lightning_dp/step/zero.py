@@ -266,5 +266,5 @@ class ZeroState:
             self._readers.close()
             self._readers = None
         self._is_open = False
-        for each in self._sharded.values():
+        for each in reversed(self._sharded.values()):
             each.close()
