@@ -83,6 +83,8 @@ SECTIONS: dict[str, list[list[str]]] = {
     "scaling": [[sys.executable, "-m", "benchmarks.scaling"]],
     "memory": [[sys.executable, "-m", "benchmarks.memory"]],
     "sampler": [[sys.executable, "-m", "benchmarks.sampler"]],
+    "plan": [[sys.executable, "-m", "benchmarks.plan", *OUT]],
+    "large_batch": [[sys.executable, "-m", "benchmarks.large_batch", *OUT]],
 }
 
 

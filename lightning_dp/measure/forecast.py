@@ -281,15 +281,20 @@ def _step(
         wire = link.latency_s + link.seconds(round(profile.gradient_bytes * WIRES[job.wire]))
         return computing + (wire + codec) / job.outer, wire / job.outer, wire / job.outer
     arrivals, specs = _slots(profile, job.wire, scale)
-    wait, count = expected_wait_s(arrivals, specs, backward_s, link, caps)
+    calm = replace(link, busy=0.0)
+    wait, count = expected_wait_s(arrivals, specs, backward_s, calm, caps)
     busy_s = sum(link.seconds(spec.nbytes) - link.gap_s for spec in specs) + count * link.gap_s
-    exposed, wire = wait * (1 - link.busy), busy_s + link.latency_s
-    processor = link.busy * busy_s + count * fabric.message_s + codec
+    # What the wire does on the processor beside the backward makes that longer; the rest is waited for.
+    processor = link.busy * max(0.0, busy_s - wait) + count * fabric.message_s
+    stretch = 1 + processor / backward_s
+    late = [seconds * stretch for seconds in arrivals]
+    exposed, _ = expected_wait_s(late, specs, backward_s * stretch, calm, caps)
+    wire = busy_s + link.latency_s
     if job.zero:  # parameters come back when the optimizer has stepped
         gather = fabric.link(ranks, 0.5)
         back = gather.latency_s + gather.seconds(profile.parameter_bytes)
         exposed, wire = exposed + back, wire + back
-    return computing + exposed + processor, exposed, wire
+    return computing + exposed + processor + codec, exposed, wire
 
 
 def _slots(profile: RunProfile, wire: str, scale: float) -> tuple[list[float], list[SlotSpec]]:

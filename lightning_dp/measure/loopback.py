@@ -7,7 +7,9 @@ Both ranks run this; rank 0 writes ``link.json`` into FOLDER.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -55,6 +57,9 @@ def measure_loopback(limit_s: float = 60.0) -> dict[str, float]:
 
 def _measure(folder: str, rank: int) -> dict[str, float]:
     torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):  # a core each, whatever this process was told
+            os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
     store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30)

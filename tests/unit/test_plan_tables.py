@@ -6,11 +6,13 @@ two known misses are in ``MISSES``: they must lie outside of the interval.
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
-from lightning_dp.engine.plan.cost import Fabric, Line
+from lightning_dp.engine.plan.cost import MIB, Fabric, Line
 from lightning_dp.measure.forecast import Job, RunProfile, forecast
 
 MB = 10**6
@@ -291,3 +293,41 @@ def test_n14_a_dense_model_is_an_upper_bound_for_one_with_embeddings():
     for ranks, published in [(8, 6.25), (8, 5.83), (16, 13.75), (16, 11.51)]:
         found = forecast(network("GNMT", 0.2, 640), fabric, Job(bucket_mib=25), ranks)
         assert 0.95 * published < found.efficiency * ranks < 1.35 * published
+
+
+# -- This repository's own measurements: two CPU ranks, from what one does without any synchronisation
+
+ROOT = Path(__file__).parents[2]
+# Seconds of a step without synchronisation, gradients in MiB, parameters (benchmarks/results).
+ALONE = {"transformer": (0.221, 24, 96), "gpt": (0.0733, 3.33, 53), "mlp": (0.064, 48, 24)}
+
+
+def own(model):
+    step_s, mib, slots = ALONE[model]
+    backward_s = 0.64 * step_s
+    gradients = [(backward_s * (i + 1) / slots, int(mib * MIB / slots)) for i in range(slots)]
+    return RunProfile(
+        name=model, samples=8, forward_s=0.33 * step_s, backward_s=backward_s, optimizer_s=0.03 * step_s,
+        gradients=tuple(gradients), parameter_bytes=int(mib * MIB), optimizer_bytes=0,
+        activation_bytes=0, spread=0.01,
+    )  # fmt: skip
+
+
+def test_p3_step_times_that_were_measured_here_from_10_mbit_to_10_gbit():
+    """Constant: processor seconds of a byte, the difference of processor time in docs/speed.md, 1.9 ns."""
+    lines = (ROOT / "benchmarks/results/2026-11-29-rates.jsonl").read_text().splitlines()
+    rows = [
+        (r["model"], r["link"], r["ms"]) for r in map(json.loads, lines) if r["contender"] == "lean"
+    ]
+    rows.append(("mlp", "1gbit", 458.2))
+    errors, inside = [], 0
+    for model, link, ms in rows:
+        rate = float(link.replace("mbit", "e6").replace("gbit", "e9")) / 8
+        fabric = Fabric(rate, 1e-4, cpu_s_per_byte=1.9e-9, message_s=5e-4)
+        row = forecast(own(model), fabric, Job(), 2)
+        errors.append(abs(row.step_s * 1e3 / ms - 1))
+        inside += 0.95 * row.low_s * 1e3 <= ms <= row.high_s * 1e3
+    assert len(errors) == 10
+    assert sorted(errors)[5] < 0.05, errors
+    assert max(errors) < 0.12, errors
+    assert inside >= 8

@@ -192,10 +192,12 @@ class Fabric:
         latency_s = steps_in * self.inner_latency_s + steps_out * self.latency_s
         between = steps_out / hosts / self.bandwidth
         s_per_byte = max(steps_in / inside / self.inner_bandwidth, between)
-        cpu = 2 * share * (ranks - 1) / ranks * self.cpu_s_per_byte
-        busy = min(1.0, cpu / s_per_byte) if s_per_byte else 0.0
         if hosts == 1:
             busy = self.inner_busy
+        else:
+            cpu = 2 * share * (ranks - 1) / ranks * self.cpu_s_per_byte
+            s_per_byte = max(s_per_byte, cpu)
+            busy = cpu / s_per_byte if cpu else 0.0
         return Link(latency_s, s_per_byte, latency_s / AT_ONCE, busy)
 
 

@@ -194,6 +194,49 @@ def test_b5_a_batch_that_grows_between_epochs_changes_the_rate_at_the_right_upda
         assert rates == pytest.approx([rate * factor for rate in base], rel=1e-12)
 
 
+class LARS(torch.optim.SGD):
+    """As in docs/large_batch.md: it needs whole tensors."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.ndim > 1:
+                    p.grad.mul_(0.001 * p.norm() / (p.grad.norm() + 1e-12))
+        super().step()
+        return loss
+
+
+class Layerwise(Module):
+    def configure_optimizers(self):
+        return LARS(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+
+def _layerwise(rank, world_size, port):
+    found = []
+    for zero in (0, 1, {"split": "off"}):
+        module = Layerwise("lambda")
+        scaling = LRScaling(base_batch=2, warmup_steps=3)
+        runner = trainer(world_size, port, lean(zero=zero), callbacks=[scaling], max_steps=6)
+        runner.fit(module, DataLoader(Rows(24), batch_size=2))
+        found.append([p.detach().clone() for p in module.parameters()])
+    return found
+
+
+def test_a_layerwise_optimizer_takes_the_same_steps_with_zero():
+    for plain, *sharded in ranks(_layerwise, 2):
+        for parameters in sharded:
+            for parameter, expected in zip(parameters, plain, strict=True):
+                torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
+
+
 # Contradictions
 
 

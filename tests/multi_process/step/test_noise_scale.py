@@ -167,7 +167,7 @@ class NormSpy(CollectiveSpy):
         self.norms = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.norms += "norm" in func._opname
+        self.norms += func._opname in ("dot", "linalg_vector_norm")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
