@@ -100,13 +100,13 @@ class LeanDDPStrategy(DDPStrategy):
         reducer.exact_times = on
         return reducer.times
 
-    def measure_noise(self, on: bool) -> None:
-        """Take the norms that ``NoiseScale`` needs from now on, or no longer. Every rank, between steps.
+    def measure_noise(self, every: int | None) -> None:
+        """Take the norms that ``NoiseScale`` needs in one step of ``every``, or in none. Every rank.
 
         Raises:
             ConfigError: This run has no noise scale that could be measured.
         """
-        self._engine.measure_noise(on)
+        self._engine.measure_noise(every)
 
     @property
     def settled_totals(self) -> WindowTotals | None:

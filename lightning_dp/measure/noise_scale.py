@@ -31,12 +31,18 @@ class NoiseScale(Callback):
     compressed wire's rounding counts as noise. With other strategies it does nothing.
 
     Args:
-        decay: Of the averages, which cover about ``1 / (1 - decay)`` steps.
+        decay: Of the averages, which cover about ``1 / (1 - decay)`` measured steps.
+        every_n_steps: One step in so many is measured: a pass over the gradients each.
     """
 
-    def __init__(self, decay: float = 0.99) -> None:
+    def __init__(self, decay: float = 0.99, every_n_steps: int = 1) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay} is not possible; it must be from 0 to below 1.")
+        if every_n_steps < 1:
+            raise ValueError(
+                f"every_n_steps={every_n_steps} is not possible; it must be 1 or more."
+            )
+        self.every_n_steps = every_n_steps
         self.average = NoiseAverage(decay)
         self._window: WindowTotals | None = None  # the last one, whose average's norm is under way
         self._unit = 1.0
@@ -57,7 +63,7 @@ class NoiseScale(Callback):
         self.average = NoiseAverage(self.average.decay)
         self._window = None
         if measure is not None:
-            measure(True)
+            measure(self.every_n_steps)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Take in a window when its norms are there, and log now and then."""
@@ -67,8 +73,8 @@ class NoiseScale(Callback):
         last, self._window = self._window, window
         if last is None:
             return
-        self.average.add(last.part_norm, window.mean_norm_before, last.weight, last.parts)
-        self._unit = _unit(trainer, last)
+        if self.average.add(last.part_norm, window.mean_norm_before, last.weight, last.parts):
+            self._unit = _unit(trainer, last)
         step, every = trainer.global_step, max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if step != self._logged and step % every == 0:
             self._logged = step
@@ -95,7 +101,7 @@ class NoiseScale(Callback):
         """Say in one sentence what was found."""
         measure = getattr(trainer.strategy, "measure_noise", None)
         if measure is not None:
-            measure(False)
+            measure(None)
         found = self.estimate
         if found is None or not trainer.is_global_zero:
             return

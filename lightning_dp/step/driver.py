@@ -30,7 +30,7 @@ from lightning_dp.options import EngineOptions
 from lightning_dp.step.accumulation import WindowKeeper
 from lightning_dp.step.hook_choice import HookChoice
 from lightning_dp.step.losses import LossWeights
-from lightning_dp.step.noise_checks import check_noise
+from lightning_dp.step.noise import begin_norms, check_noise
 from lightning_dp.step.optimizer_groups import OptimizerGroups
 from lightning_dp.step.rounds import Rounds
 from lightning_dp.step.step_watch import StepWatch
@@ -263,11 +263,7 @@ class StepDriver:
             scale = self._scale()
             searching = scale is not None and scale >= 1
             reducer.check_finite = "off" if searching else self.options.check_gradients
-        if reducer.norms is not None:
-            scaler = self._scaler()
-            one = torch.ones((), device=reducer.group.device)
-            reducer.norms.loss_scale = scaler.scale(one) if scaler is not None else 1.0
-            reducer.norms.begin_backward(self.window)
+        begin_norms(reducer, self._scaler())
         reducer.arm(loss)
 
     def finish_backward(self) -> None:
@@ -390,21 +386,21 @@ class StepDriver:
         if self.keeper is not None:
             self.keeper.before_use(between_steps=between_steps)
 
-    def measure_noise(self, on: bool) -> None:
-        """Take norms of gradients from the next window on, or no longer.
+    def measure_noise(self, every: int | None) -> None:
+        """Take norms of gradients of one window in ``every``, or of none.
 
         Raises:
             ConfigError: This run has no noise scale that could be measured.
         """
         if self.reducer is None:
             return
-        if on:
+        if every is not None:
             check_noise(
                 self.options,
                 automatic=self._automatic,
                 parts=self.reducer.group.world_size * self.windows.most_steps,
             )
-        self.reducer.take_norms(on)
+        self.reducer.take_norms(every)
 
     # Checkpoints
 

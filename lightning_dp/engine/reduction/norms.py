@@ -46,15 +46,19 @@ class GradientNorms:
     Args:
         group: Who takes part.
         factor: What gradients in buckets were multiplied with.
+        every: Norms are taken of one window in so many.
 
     Attributes:
         loss_scale: By what a gradient scaler has multiplied the loss; shape ``()``.
     """
 
-    def __init__(self, group: ReplicaGroup, factor: float) -> None:
+    def __init__(self, group: ReplicaGroup, factor: float, every: int = 1) -> None:
         self.loss_scale: Tensor | float = 1.0
         self._rank, self._size = group.rank, group.world_size
         self._factor = factor
+        self._every = every
+        self._windows = 0
+        self._takes = False  # norms of this window
         self._is_open = False  # a backward of this rank's own loss is running
         self._local: list[Tensor] = []  # squared norms of the part that has begun
         self._parts: list[tuple[Tensor | float, Tensor | float]] = []  # 1 if it counts; w |g|^2
@@ -78,6 +82,8 @@ class GradientNorms:
         """A micro-batch that ``window`` has counted is about to be back-propagated."""
         if window.micro_batches <= 1:
             self._parts = []
+            self._takes = self._windows % self._every == 0
+            self._windows += 1
         self._local = []
         self._is_open = True
 
@@ -89,12 +95,12 @@ class GradientNorms:
 
     def look(self, bucket: Bucket) -> None:
         """Take in a bucket that holds this rank's gradients."""
-        if self._size > 1:
+        if self._takes and self._size > 1:
             self._local.append(squared_norm(bucket.grads) / self._factor**2)
 
     def look_sparse(self, slots: Iterable[Slot]) -> None:
         """Take in sparse gradients, which do not travel in buckets."""
-        grads = [slot.param.grad for slot in slots] if self._size > 1 else []
+        grads = [slot.param.grad for slot in slots] if self._takes and self._size > 1 else []
         self._local += [squared_norm(g) for g in grads if g is not None and g.is_sparse]
 
     def _add_part(self, weight: Tensor | float, divisor: int) -> None:
@@ -128,13 +134,15 @@ class GradientNorms:
 
     def look_averaged(self, buckets: Iterable[Bucket], rest: Iterable[Tensor | None] = ()) -> None:
         """Take in averaged gradients: this rank's slice of each bucket, and on rank 0 ``rest``."""
+        if not self._takes:
+            return
         found = [bucket.grads.tensor_split(self._size)[self._rank] for bucket in buckets]
         found += [grad for grad in rest if grad is not None and self._rank == 0]
         self._mean += [squared_norm(values) / self.loss_scale**2 for values in found]
 
     def _hook(self, param: nn.Parameter) -> Any:
         def on_gradient(grad: Tensor) -> None:  # of one backward, summed over the parameter's uses
-            if self._is_open:
+            if self._takes and self._is_open:
                 self._local.append(squared_norm(grad))
 
         trainable = param.requires_grad

@@ -140,7 +140,7 @@ class Reducer:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        self.take_norms(False)
+        self.take_norms(None)
         self.wire.close()
         self._reduction = None
         for slot in self.registry.slots:
@@ -159,11 +159,12 @@ class Reducer:
         buckets = [bucket for bucket in self.layout.buckets if bucket.should_release()]
         return sum(bucket.nbytes for bucket in buckets if bucket.release())
 
-    def take_norms(self, on: bool) -> None:
-        """Take norms of gradients from the next window on, or no longer. Every rank, between windows."""
+    def take_norms(self, every: int | None) -> None:
+        """Take norms of one window in ``every``, or of none. Every rank, between windows."""
         if self.norms is not None:
             self.norms.close()
-        self.norms = GradientNorms(self.group, self.wire.predivide_factor) if on else None
+        factor = self.wire.predivide_factor
+        self.norms = GradientNorms(self.group, factor, every) if every is not None else None
         if self.norms is not None:
             self.norms.watch(self.registry.slots)
 

@@ -89,7 +89,7 @@ def _one(rank, case):
     module = Chosen()
     with Harness(module, group=group) as harness:
         reducer, window = harness.reducer, harness.window
-        reducer.take_norms(True)
+        reducer.take_norms(1)
         for _ in range(STEPS):
             module.zero_grad()
             for index, samples in enumerate(case.samples[rank]):
@@ -193,7 +193,7 @@ def _counted(rank, world_size):
     totals = []
     with Harness(module) as harness:
         for on in (False, True, False):
-            harness.reducer.take_norms(on)
+            harness.reducer.take_norms(1 if on else None)
             spy = CollectiveSpy()
             with spy:
                 for _ in range(6):

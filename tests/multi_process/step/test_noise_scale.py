@@ -86,6 +86,7 @@ RUNS = {
     "accumulated": {"accumulate_grad_batches": 4},
     "zero": {"strategy": {"zero": 1}},
     "zero, clipped": {"strategy": {"zero": 1}, "gradient_clip_val": 1e-3},
+    "one in two": {"every_n_steps": 2, "max_steps": 192},
     "wire": {"strategy": {"wire": {"dtype": "bf16", "min_bytes": 1}, "shared_memory": False}},
 }
 
@@ -94,7 +95,8 @@ def _fit(rank, world_size, port, names):
     found = {}
     for name in names:
         options = dict(RUNS[name])
-        callback, logger = NoiseScale(decay=0.999), Keeps()
+        every = options.pop("every_n_steps", 1)
+        callback, logger = NoiseScale(decay=0.999, every_n_steps=every), Keeps()
         if "plugins" in options:
             options["plugins"] = [options["plugins"]()]
         module = Line(options.pop("weigh", False))
@@ -106,8 +108,7 @@ def _fit(rank, world_size, port, names):
             callbacks=[callback],
             logger=logger,
             log_every_n_steps=16,
-            max_steps=96,
-            **options,
+            **{"max_steps": 96, **options},
         )
         runner.fit(module, DataLoader(Samples(), batch_size=batch, shuffle=True))
         found[name] = callback.estimate, logger.rows
@@ -132,6 +133,7 @@ def test_b3_one_number_whatever_clips_scales_weighs_or_accumulates(alone):
     for name in ("clipped", "bf16-mixed", "16-mixed", "weights", "zero", "zero, clipped", "wire"):
         assert found[name].value == pytest.approx(found["plain"].value, rel=0.02), name
     assert found["clipped"] == found["plain"]
+    assert found["one in two"] != found["plain"]
     assert alone.parts == 4
     assert {name: e for name, (e, _) in together[1].items()} == found
 
@@ -152,7 +154,7 @@ def test_what_is_logged(alone):
 def _traffic(rank, world_size, port):
     """Collectives of a run with the callback and of one without, and operators that take norms."""
     seen = []
-    for callbacks in ([], [NoiseScale()]):
+    for callbacks in ([], [NoiseScale()], [NoiseScale(every_n_steps=5)]):
         spy = NormSpy()
         runner = trainer(world_size, port, lean(), callbacks=callbacks, max_steps=20)
         with spy:
@@ -172,10 +174,11 @@ class NormSpy(CollectiveSpy):
 
 
 def test_b4_no_collective_more_and_nothing_at_all_when_it_is_off():
-    for off, on in ranks(_traffic, 2):
-        assert on[:2] == off[:2]
+    for off, on, rare in ranks(_traffic, 2):
+        assert on[:2] == rare[:2] == off[:2]
         assert off[2] == 0
         assert on[2] == 2 * 20  # the bucket, and this rank's slice of the average
+        assert rare[2] == 2 * 4
 
 
 class Manual(Line):

@@ -1,9 +1,22 @@
-"""Which runs have a gradient noise scale that can be measured."""
+"""Norms for the gradient noise scale: in which runs, and without a loss scaler's factor."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.errors import ConfigError
 from lightning_dp.options import EngineOptions
+
+
+def begin_norms(reducer: Reducer, scaler: Any) -> None:
+    """A micro-batch is about to be back-propagated, its loss times the factor of ``scaler``. Local."""
+    if reducer.norms is not None:
+        one = torch.ones((), device=reducer.group.device)
+        reducer.norms.loss_scale = scaler.scale(one) if scaler is not None else 1.0
+        reducer.norms.begin_backward(reducer.window)
 
 
 def check_noise(options: EngineOptions, *, automatic: bool, parts: int) -> None:
