@@ -121,10 +121,10 @@ class ScaledSteps:
 class LRScaling(Callback):
     """Multiplies every learning rate by what the global batch asks for, whatever the scheduler.
 
-    The batch is the loader's, times ranks, times ``accumulate_grad_batches``, also where that changes
-    between epochs. Progress of the warm-up is a share of it, counted in updates that were really made, and
-    part of checkpoints: on another number of ranks it goes on from the same share. ``lean/lr_factor`` and
-    ``lean/lr`` are logged.
+    The batch is the loader's, times ranks (1 with ``outer``, where each steps alone), times
+    ``accumulate_grad_batches``, also where that changes between epochs. Progress of the warm-up is a share
+    of it, counted in updates that were really made, and part of checkpoints: on another number of ranks it
+    goes on from the same share. ``lean/lr_factor`` and ``lean/lr`` are logged.
 
     Args:
         rule: ``"linear"`` (SGD), ``"sqrt"`` (Adam and its relatives) or ``"none"``.
@@ -187,7 +187,10 @@ class LRScaling(Callback):
         """
         assert self._trainer is not None
         own = rank_batch_size(self._trainer)
-        ranks, window = self._trainer.world_size, self._trainer.accumulate_grad_batches
+        options = getattr(self._trainer.strategy, "options", None)
+        alone = getattr(options, "outer", None) is not None  # between two averages of parameters
+        ranks = 1 if alone else self._trainer.world_size
+        window = self._trainer.accumulate_grad_batches
         if own is None:
             if self.batch is None:
                 raise ConfigError(

@@ -237,6 +237,18 @@ def test_a_layerwise_optimizer_takes_the_same_steps_with_zero():
                 torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
 
 
+def _alone(rank, world_size, port):
+    module, scaling = Module("lambda"), LRScaling(base_batch=1, warmup_steps=0)
+    outer = {"every": 2, "optimizer": {"lr": 1.0, "momentum": 0.0}}
+    runner = trainer(world_size, port, lean(outer=outer), callbacks=[scaling], max_steps=4)
+    runner.fit(module, DataLoader(Rows(24), batch_size=2))
+    return scaling.global_batch, module.optimizer.used[0][0]
+
+
+def test_ranks_that_step_alone_have_their_own_batch():
+    assert ranks(_alone, 2)[0] == (2, pytest.approx(2 * BASE[0]))
+
+
 # Contradictions
 
 
