@@ -2,8 +2,9 @@
 
 Sections: loopback, accumulate, link (1 Gbit/s between two test hosts; needs root and iproute2), rates
 (10 Mbit/s to 10 Gbit/s, with a plot), wires and wire_rates (the same with gradients in bf16 and int8
-and with torch's hooks), timeline (a picture of one step at 1 Gbit/s), scaling, memory, sampler. What
-the machine was and what was printed goes into ``benchmarks/results/``, also where we are slower.
+and with torch's hooks), timeline (a picture of one step at 1 Gbit/s), scaling, memory, sampler, outer
+(accuracy with few meetings). What the machine was and what was printed goes into
+``benchmarks/results/``, also where we are slower.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ SECTIONS: dict[str, list[list[str]]] = {
     "sampler": [[sys.executable, "-m", "benchmarks.sampler"]],
     "plan": [[sys.executable, "-m", "benchmarks.plan", *OUT]],
     "large_batch": [[sys.executable, "-m", "benchmarks.large_batch", *OUT]],
+    "outer": [[sys.executable, "-m", "benchmarks.outer"]],
 }
 
 

@@ -54,6 +54,27 @@ def test_weight_averaging_is_recognised(monkeypatch):
     assert trainer_seams.averages_weights(trainer(swa))
 
 
+def test_the_last_step_is_known_by_its_number_or_by_its_batch():
+    def ends(step, last, automatic=True, **limits):
+        return trainer_seams.ends_with_step(
+            SimpleNamespace(
+                global_step=step,
+                is_last_batch=last,
+                current_epoch=2,
+                lightning_module=SimpleNamespace(automatic_optimization=automatic),
+                **{"max_steps": -1, "max_epochs": None, **limits},
+            )
+        )
+
+    assert ends(9, False, max_steps=10)  # counted after the strategy made it
+    assert ends(10, False, automatic=False, max_steps=10)
+    assert not ends(8, True, max_steps=10)
+    assert ends(3, True, max_epochs=3)
+    assert not ends(3, False, max_epochs=3)
+    assert not ends(3, True, max_epochs=4)
+    assert not ends(3, True)
+
+
 def test_unwinding_is_the_status_or_an_exception():
     running = SimpleNamespace(state=SimpleNamespace(status="running"))
     assert not trainer_seams.is_unwinding(running)

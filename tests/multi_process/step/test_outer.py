@@ -23,13 +23,15 @@ AVERAGING = {"lr": 1.0, "momentum": 0}
 class Net(Base):
     """SGD, or what ``make`` makes; the first rank's batches may weigh more."""
 
-    def __init__(self, make=None, weigh=False):
+    def __init__(self, make=None, weigh=None):
         super().__init__()
         self.make, self.weigh = make, weigh
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        return {"loss": loss, "loss_weight": 3.0 - self.global_rank} if self.weigh else loss
+        if not self.weigh:
+            return loss
+        return {"loss": loss, "loss_weight": self.weigh(3.0 - self.global_rank)}
 
     def configure_optimizers(self):
         return self.make(self.parameters()) if self.make else super().configure_optimizers()
@@ -86,6 +88,8 @@ def run(module, rank, world_size, port, outer, environment, **options):
     """One of several fits in one rank; returns the weights."""
     os.environ.update(environment)  # Lightning's environment forgets its variables after a fit
     strategy = lean(outer=outer, check_replicas_every_n_steps=1, **options.pop("strategy", {}))
+    if options.pop("late", False):  # as on an accelerator
+        strategy._engine.host_reads_are_free = False
     fit(module, rank, world_size, port, strategy, **options)
     assert_equal_on_all_ranks(dict(module.named_parameters()))
     return [p.detach().clone() for p in module.parameters()]
@@ -94,7 +98,7 @@ def run(module, rank, world_size, port, outer, environment, **options):
 def _like_synchronous(rank, world_size, port):
     environment = dict(os.environ)
     outer = {"every": 1, "optimizer": AVERAGING}
-    for weigh in (False, True):
+    for weigh in (None, float, torch.tensor):  # a tensor is not read where that would wait
         for options in ({}, {"accumulate_grad_batches": 3, "gradient_clip_val": 1e3}):
             found = [
                 run(
@@ -104,6 +108,7 @@ def _like_synchronous(rank, world_size, port):
                     port,
                     each,
                     environment,
+                    late=weigh is torch.tensor,
                     max_epochs=2,
                     **options,
                 )
@@ -186,7 +191,7 @@ def _meets_every(rank, world_size, port):
         (Net(), {"every": 5, "start_after": 2}, {0, 1, 6, 11}),
         (Net(), {"every": 1}, set(range(12))),
         (
-            Net(lbfgs, weigh=True),
+            Net(lbfgs, float),
             {"every": 5},
             {4, 9, 11},
         ),  # closures run another time on each rank
