@@ -11,8 +11,9 @@ A meeting is a reduction without a backward: the differences stand in ``.grad`` 
 holds for gradients (any type, any wire, weights, errors, signs of the step) holds for them.
 
 [Note: two sets of weights] In mid-round the ranks' weights differ on purpose. Whoever looks at the module
-from outside (a validation, a checkpoint) is shown the last meeting's, which are equal: memory is swapped,
-not copied.
+from outside (a validation, a checkpoint) is shown a copy of the last meeting's, which are equal. A copy: a
+callback that writes to the module meanwhile (its own weights, put back after a validation) reaches neither
+the anchor nor what this rank trains.
 
 Source: Stich, Local SGD (arXiv 1805.09767); Lin et al., post-local SGD (1808.07217); Douillard et al.,
 DiLoCo (2311.08105).
@@ -236,7 +237,7 @@ class Outer:
         shown += [(buffers[name], kept) for name, kept in self._buffers.items() if name in buffers]
         for tensor, value in shown:
             self._hidden.append((tensor, tensor.data))
-            tensor.data = value
+            tensor.data = value.clone()
         return True
 
     def show_local(self) -> None:
@@ -281,10 +282,7 @@ class Outer:
             return {}
         shown = bool(self._hidden)
         self.show_local()
-        buffers = {
-            name: o.get_buffer(key) for name, (o, key) in buffer_owners(self._module).items()
-        }
-        numbers = self._round
+        buffers, numbers = self._named_buffers(), self._round
         state = {
             "weights": to_cpu({slot.name: slot.param for slot, _ in self._anchored()}),
             "buffers": to_cpu({name: buffers[name] for name in self._buffers if name in buffers}),

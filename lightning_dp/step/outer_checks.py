@@ -49,6 +49,11 @@ def refuse_module(module: nn.Module, trainer: pl.Trainer) -> None:
             f"outer and SyncBatchNorm ({synced[0]!r}) cannot go together: it communicates in every"
             " forward. Use BatchNorm (sync_batchnorm=False): its statistics are averaged at each meeting."
         )
+    if any(hasattr(optimizer, "train") for optimizer in trainer.optimizers):
+        raise ConfigError(
+            "outer and a schedule-free optimizer cannot go together: it keeps weights to evaluate with, which"
+            " a meeting would not average. Use another optimizer, or drop outer."
+        )
     if trainer_seams.averages_weights(trainer):
         raise ConfigError(
             "outer and a callback that averages weights while training (WeightAveraging, EMA, SWA) cannot"

@@ -148,6 +148,8 @@ class SavesWhileShown(Callback):
     def on_validation_end(self, trainer, module):
         if trainer.global_step == 4:
             trainer.save_checkpoint(f"{self.folder}/shown.ckpt")
+            with torch.no_grad():
+                module.head.weight.fill_(7.0)  # as of a callback that puts its own weights back
 
 
 def _validates(rank, world_size, port, folder):
@@ -312,9 +314,12 @@ def test_what_cannot_train_with_few_meetings_is_refused_at_the_start():
     for module, callbacks, says in (
         (Synced(), [], r"SyncBatchNorm \('norm'\)"),
         (Net(), [WeightAveraging()], "averages weights while training"),
+        (Net(), [], "schedule-free"),
     ):
+        modes = {"train": lambda: None} if says == "schedule-free" else {}
+        runner = SimpleNamespace(callbacks=callbacks, optimizers=[SimpleNamespace(**modes)])
         with pytest.raises(ConfigError, match=f"outer and .*{says}"):
-            refuse_module(module, SimpleNamespace(callbacks=callbacks))
+            refuse_module(module, runner)
 
 
 @pytest.mark.parametrize(
