@@ -51,7 +51,7 @@ def refuse_module(module: nn.Module, trainer: pl.Trainer) -> None:
         )
     if any(hasattr(optimizer, "train") for optimizer in trainer.optimizers):
         raise ConfigError(
-            "outer and a schedule-free optimizer cannot go together: it keeps weights to evaluate with, which"
+            "outer and a schedule-free optimizer cannot go together: it evaluates with other weights, which"
             " a meeting would not average. Use another optimizer, or drop outer."
         )
     if trainer_seams.averages_weights(trainer):
