@@ -151,7 +151,7 @@ class ShardedOptimizer:
             self._compare()
 
     def _wrap_switch(self, name: str) -> Callable[[], None]:
-        """Show a schedule-free optimizer this rank's parts in ``train`` and ``eval``, which move parameters.
+        """Show a schedule-free optimizer this rank's parts in ``train`` and ``eval``, which move them.
 
         Its class is asked, since a Trainer's wrapper of the optimizer is of that class too.
         """
