@@ -118,7 +118,9 @@ def train(
     )
     wire = None if gathers is None else lambda g: ShardWire.connect(g, gathers=gathers)
     with Harness(module, options=options, group=group, wire=wire) as harness:
-        sharded = shards(harness, [optimizer]) if zero else []
+        sharded = shards(harness, [optimizer])
+        if not zero:  # the same buckets: three ranks add in an order that follows from them
+            sharded.pop().close()
         for x, use in batches(module, group.rank, steps):
             optimizer.zero_grad()
             loss = module(x, use and late).square().mean()
