@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -69,6 +70,9 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         Collective: none; the calling process is no rank.
         """
         exit_code.arm()
+        # A call that failed before leaves a cycle that holds its store. A forked rank that collected it
+        # would wait for ever for the store's thread, which it does not have.
+        gc.collect()
         hydra_seams.pin_drawn_values()
         grace_s = self._call.options.error_grace_s
         with _ending_processes(grace_s), self._environment() as store, self._forwarding():
