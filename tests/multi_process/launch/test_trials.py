@@ -1,4 +1,4 @@
-"""Several fits in one process, as a search makes them: one that fails ends on all ranks, the next one works."""
+"""Several fits in one process, as in a search: one that fails ends on all ranks, the next one works."""
 
 import sys
 
