@@ -1,4 +1,4 @@
-"""Several fits in one process, as in a search: one that fails ends on all ranks, the next one works."""
+"""Fits in one process, as in a search: one that fails ends on all ranks, the next one works."""
 
 import sys
 
