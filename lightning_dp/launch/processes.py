@@ -75,30 +75,38 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         gc.collect()
         hydra_seams.pin_drawn_values()
         grace_s = self._call.options.error_grace_s
-        with _ending_processes(grace_s), self._environment() as store, self._forwarding():
+        with _ending_processes(grace_s), self._environment() as stores, self._forwarding():
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except (ProcessRaisedException, ProcessExitedException) as error:
                 self._call.guard.failing = True  # nothing here is a rank's state
                 self._call.only_launches = True
-                explained = self._explain(store, error)
+                explained = self._explain(stores[0], error)
         raise explained  # it has the rank's traceback
 
     @contextlib.contextmanager
-    def _environment(self) -> Iterator[Store]:
-        """The store's address for the ranks; everything as before afterwards."""
+    def _environment(self) -> Iterator[list[Store]]:
+        """The store's address for the ranks, and it alone in a list; everything as before afterwards.
+
+        An exception keeps the frames that it passed, and with them the store. A rank of a later call, a
+        fork that inherits it, would wait forever for the store's thread when it collects garbage. So the
+        list is emptied.
+        """
         names = (*RANK_VARIABLES, STORE_VARIABLE, PARENT_VARIABLE, PID_VARIABLE, binding.VARIABLE)
         before = {name: os.environ.get(name) for name in names}
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         hosted = host_store()
-        os.environ[STORE_VARIABLE] = f"127.0.0.1:{hosted.port}"
-        os.environ["MASTER_PORT"] = str(hosted.port)
+        stores, port = [hosted.store], hosted.port
+        del hosted
+        os.environ[STORE_VARIABLE] = f"127.0.0.1:{port}"
+        os.environ["MASTER_PORT"] = str(port)
         os.environ[binding.VARIABLE] = (
             binding.bound().package
         )  # a spawned rank imports in another order
         try:
-            yield hosted.store
+            yield stores
         finally:
+            stores.clear()
             for name, value in before.items():
                 if value is None:
                     os.environ.pop(name, None)

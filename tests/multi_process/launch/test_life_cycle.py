@@ -1,5 +1,7 @@
 """Before, beside and between runs: what users do around ``fit``."""
 
+import socket
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -9,6 +11,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torchmetrics import MeanMetric
 
 import lightning_dp
+from lightning_dp.launch import processes
 from tests.support.programs import ROOT, python, run_program
 from tests.support.sampling import Learner, lean
 from tests.support.trainers import ranks, trainer
@@ -111,3 +114,33 @@ def _one_device_on_rank_0(rank, world_size, port):
 @pytest.mark.multi_process
 def test_one_device_after_two_on_one_rank_only_and_two_again():
     assert ranks(_one_device_on_rank_0, 2) == [[3.0, 3.0], []]
+
+
+class Raises(BoringModel):
+    def on_train_start(self):
+        raise ValueError("of the user")
+
+
+@pytest.mark.multi_process
+def test_a_failed_run_leaves_no_store_that_ranks_of_a_later_one_would_inherit(monkeypatch):
+    ports, host = [], processes.host_store
+
+    def hosts():
+        hosted = host()
+        ports.append(hosted.port)
+        return hosted
+
+    monkeypatch.setattr(processes, "host_store", hosts)
+    made = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="lean_ddp_fork",
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    with pytest.raises(Exception, match="of the user") as held:  # its frames live on
+        made.fit(Raises())
+    with socket.socket() as one:
+        assert one.connect_ex(("127.0.0.1", ports[0])) != 0, held
