@@ -100,9 +100,13 @@ class ScaledSteps:
 
     def _multiply(self) -> None:
         factor = self._factor()
+        seen: set[int] = set()
         for group in self._optimizer.param_groups:
             lr = group["lr"]
             if isinstance(lr, Tensor):  # it may be part of a captured graph: the object stays
+                if id(lr) in seen:  # groups may share one
+                    continue
+                seen.add(id(lr))
                 self._before.append((group, lr.clone()))
                 lr.mul_(factor)
             else:
@@ -253,6 +257,12 @@ class LRScaling(Callback):
             raise ConfigError(
                 "two LRScaling callbacks would multiply each other. Keep one of them."
             )
+        for number, each in enumerate(trainer.optimizers):
+            if any(group.get("lr") is None for group in each.param_groups):
+                raise ConfigError(
+                    f"lr_scaling multiplies the lr of each parameter group, and optimizer {number}"
+                    f" ({type(each).__name__}) has a group without one. Give it an lr, or drop LRScaling."
+                )
         self._trainer = trainer
         done = list(self._loaded.get("done", ()))
         self._done = [

@@ -310,6 +310,31 @@ def test_a_rule_that_contradicts_the_run_is_refused_at_its_start():
         _run(LRScaling(), LRScaling())
 
 
+class Rateless(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.1)
+        self.param_groups[-1]["lr"] = None
+
+
+def test_an_optimizer_without_a_rate_is_refused_at_its_start():
+    with pytest.raises(ConfigError, match=r"optimizer 0 \(Rateless\) has a group without one"):
+        _run(LRScaling(base_batch=2), optimizer=lambda module: Rateless(module.parameters()))
+
+
+def test_groups_that_share_one_tensor_are_multiplied_once():
+    weights = []
+    for rate, scaling in ((0.2, []), (0.1, [LRScaling(base_batch=1, warmup_steps=0)])):
+
+        def shares(module, rate=rate):
+            groups = [{"params": [each]} for each in module.parameters()]
+            module.optimizer = torch.optim.SGD(groups, lr=torch.tensor(rate, dtype=torch.float64))
+            return module.optimizer
+
+        torch.manual_seed(0)
+        weights.append(_run(*scaling, optimizer=shares).state_dict())
+    torch.testing.assert_close(weights[1], weights[0])
+
+
 def test_a_batch_that_the_loader_does_not_tell_can_be_given():
     scaling = LRScaling(base_batch=4, batch=12, warmup_steps=2)
     module = _run(scaling, loader=DataLoader(Lists(), batch_size=None))
