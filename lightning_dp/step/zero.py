@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -45,11 +47,31 @@ def _is_own(owner: object, hook: str) -> bool:
 
 def _readers(owners: Sequence[object]) -> list[str]:
     return [
-        f"{type(each).__name__}.{hook} may read them (zero={{'gradients': 'own'}} if it does not)"
+        f"{type(each).__name__}.{name} may read them (zero={{'gradients': 'own'}} if it does not)"
         for each in owners
-        for hook in READING_HOOKS
-        if _is_own(each, hook)
+        for name in (*(hook for hook in READING_HOOKS if _is_own(each, hook)), *_name_grad(each))
     ]
+
+
+def _name_grad(owner: object) -> list[str]:
+    """Methods that a user wrote, of whatever name, whose code says ``grad``."""
+    functions = {
+        name: inspect.unwrap(
+            value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        )
+        for cls in type(owner).__mro__
+        for name, value in vars(cls).items()
+        if not f"{cls.__module__}.".startswith((*_NOT_A_USERS, "torch.", "builtins."))
+    }
+    return [
+        name for name, each in functions.items() if _says(getattr(each, "__code__", None), "grad")
+    ]
+
+
+def _says(code: object, name: str) -> bool:
+    return isinstance(code, CodeType) and (
+        name in code.co_names or any(_says(inner, name) for inner in code.co_consts)
+    )
 
 
 class ZeroState:

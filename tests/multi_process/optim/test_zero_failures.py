@@ -254,6 +254,12 @@ def _reads(rank: int, world: int, port: int) -> None:
     fit(Reads(), rank, world, port, lean(zero=1, shared_memory=False))
     told = [line for line in lines if "Reads.on_before_optimizer_step may read them" in line]
     assert len(told) == (rank == 0)
+
+    class ReadsLater(Net):
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert_equal_on_all_ranks({"norm": self.head.weight.grad.norm()})
+
+    fit(ReadsLater(), rank, world, port, lean(zero=1, shared_memory=False))
     module = Net()
     module.automatic_optimization = False
     with pytest.raises(ConfigError, match="manual optimization may add"):
