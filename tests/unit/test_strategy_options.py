@@ -304,7 +304,7 @@ def test_deterministic_runs_do_not_choose_bucket_sizes_by_the_clock():
 
 
 @pytest.mark.parametrize(
-    "other", [{"ddp_comm_hook": lambda *_: None}, {"outer": {"every": 2}}], ids=str
+    "other", [{"ddp_comm_hook": lambda *_: None}, {"outer": {"every": 2}}], ids=["hook", "outer"]
 )
 def test_z21_zero_excludes_what_needs_whole_buckets_or_other_parameters(other):
     with pytest.raises(ConfigError, match=r"zero=1 and .* exclude each other: .* Drop one"):
