@@ -17,10 +17,10 @@ pytestmark = pytest.mark.multi_process
 DRAWS = 100
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_random_modules_and_windows_equal_the_reference(world_size):
-    ended = run_ranks(run_seeds, world_size, range(DRAWS), timeout_s=240)[0]
-    assert ended["equal"] > DRAWS // 2
+@pytest.mark.parametrize(("world_size", "draws"), [(2, DRAWS), (3, DRAWS // 2)])
+def test_random_modules_and_windows_equal_the_reference(world_size, draws):
+    ended = run_ranks(run_seeds, world_size, range(draws), timeout_s=240)[0]
+    assert ended["equal"] > draws // 2
     assert ended["error"] > 0, "no draw froze a layer on one rank only"
 
 
