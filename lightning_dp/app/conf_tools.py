@@ -107,7 +107,7 @@ def show_file(name: str) -> int:
     found = files()
     key = name.removesuffix(".yaml")
     if key not in found:
-        near = [file for file in found if file.startswith(f"{key.rstrip('/')}/")]
+        near = [file for file in found if file.rpartition("/")[0] == key.rstrip("/")]
         near = near or [file for file in found if file.rpartition("/")[2] == key]
         near = near or difflib.get_close_matches(key, found, n=1, cutoff=0.4)
         told = f"there is no {name!r}.{advice(near)} (lean-ddp conf list shows all)"

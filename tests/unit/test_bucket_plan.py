@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_dp.engine.bucket import Bucket, Slot, is_dense
+from lightning_dp.engine.control import CONTROL_SIZE
 from lightning_dp.engine.plan.cut import SlotSpec, plan_buckets
 
 sizes = st.lists(st.integers(1, 400), min_size=0, max_size=60)
@@ -74,7 +75,7 @@ def test_views_have_the_parameters_strides_and_do_not_overlap():
         assert slot.view is not None
         assert (slot.view == number).all(), "no slot writes into another"
     assert bucket.flags.numel() == len(slots)
-    assert bucket.control.numel() == 16
+    assert bucket.control.numel() == CONTROL_SIZE
     assert flat.numel() == bucket.numel
 
 

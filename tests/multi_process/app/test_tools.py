@@ -162,14 +162,15 @@ class TestConf:
 
     def test_show_names_what_is_near(self, capsys):
         for name, near in [
-            ("strategy", "strategy/ddp or strategy/lean_ddp"),
+            ("strategy", "strategy/ddp or strategy/lean_ddp or strategy/lean_zero1"),
             ("cpu_sim", "trainer/cpu_sim"),
             ("strateg/lean", "strategy/lean_ddp"),
         ]:
             assert main(["conf", "show", name]) == 2
             assert f"Did you mean {near}?" in capsys.readouterr().err
 
-    def test_list_says_whole_sentences(self, capsys):
+    def test_list_says_whole_sentences(self, capsys, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "9999")  # nothing is wrapped
         main(["conf", "list"])
         for line in capsys.readouterr().out.splitlines():
             assert line.split()[1:], line

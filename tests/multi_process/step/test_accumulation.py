@@ -199,7 +199,7 @@ def test_the_monitor_logs_the_windows_mean_loss_and_its_cost(tmp_path):
         name.removeprefix("lean/"): float(n) for name, n in logged[-1].items() if "lean/" in name
     }
     weights = sum(p.numel() * p.element_size() for p in Tokens([]).parameters())
-    assert weights < cost["bytes"] < weights + 200, "and flags, and the control block"
+    assert weights < cost["bytes"] < weights + 250, "and flags, and the control block"
     assert cost["backward_ms"] > 0
     assert cost["bus_gb_s"] > 0
     assert cost["exposed_ms"] >= 0
