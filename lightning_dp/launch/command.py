@@ -115,7 +115,9 @@ def check_repeatable(program: Program, job: HydraJob | None) -> None:
     module = program.main_module or ""
     root = module.split(".")[0]
     name = os.path.basename(program.argv[0]) if program.argv else ""
-    if root in ("pytest", "_pytest") or name in ("pytest", "py.test"):
+    # A worker of pytest-xdist is python -c with a line that reads the worker's program from stdin.
+    is_worker = any("eval(sys.stdin" in argument for argument in program.orig_argv)
+    if root in ("pytest", "_pytest") or name in ("pytest", "py.test") or is_worker:
         raise LaunchError(
             "[lean_ddp] ranks are started by running the program again, and the program is pytest. "
             "Fix: strategy='lean_ddp_fork' or 'lean_ddp_spawn' in tests, or devices=1."

@@ -136,6 +136,12 @@ def test_a_subcommand_before_hydras_arguments_is_kept():
         (program("python", "/venv/bin/pytest", argv=["/venv/bin/pytest"]), "lean_ddp_fork"),
         (
             program(
+                "python", "-u", "-c", "import sys;exec(eval(sys.stdin.readline()))", argv=["-c"]
+            ),
+            "the program is pytest",
+        ),
+        (
+            program(
                 "python", "-m", "submitit.core._submit", argv=["x"], module="submitit.core._submit"
             ),
             "tasks_per_node",
