@@ -264,8 +264,10 @@ def test_windows_that_begin_in_the_middle_are_gone_back_over_too(tmp_path):
     assert saved["data"]["batches"] == 2, "one micro-batch waits for its step"
 
 
-@pytest.mark.parametrize("after", [1, 3])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize(
+    ("hook", "after"),
+    [("on_train_batch_end", 3), ("on_validation_end", 1), ("on_train_epoch_end", 3)],
+)
 @pytest.mark.parametrize("limits", LIMITS)
 def test_another_number_of_ranks_with_validation_and_limits(limits, hook, after, tmp_path):
     """Other ranks, the same batch size: other steps, but no sample twice, and none never."""
