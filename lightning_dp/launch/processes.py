@@ -75,7 +75,8 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         gc.collect()
         hydra_seams.pin_drawn_values()
         grace_s = self._call.options.error_grace_s
-        with _ending_processes(grace_s), self._environment() as stores, self._forwarding():
+        # The store outlives the ranks.
+        with self._environment() as stores, _ending_processes(grace_s), self._forwarding():
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except (ProcessRaisedException, ProcessExitedException) as error:
