@@ -59,6 +59,8 @@ def _child(
         result = fn(rank, world_size, *args)
         torch.save(result, folder / f"result{rank}")
         code = 0
+        if rank == 0:
+            _let_others_leave(folder, world_size)
     except pytest.skip.Exception as reason:
         (folder / f"skip{rank}").write_text(str(reason))
         code = 0
@@ -69,6 +71,19 @@ def _child(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # no destructors: gloo's may wait for peers that are gone
+
+
+def _let_others_leave(folder: Path, world_size: int) -> None:
+    """Rank 0 may host the store of a Trainer's ranks; programs wait at their exit, which is skipped."""
+    deadline = time.monotonic() + 2.0
+    left: set[int] = set()
+    while len(left) < world_size - 1 and time.monotonic() < deadline:
+        left = {
+            rank
+            for rank in range(1, world_size)
+            if any((folder / f"{what}{rank}").exists() for what in ("result", "skip", "error"))
+        }
+        time.sleep(0.002)
 
 
 def run_ranks(
