@@ -78,7 +78,11 @@ def main(cfg):
         "job": [job.job.name, OmegaConf.select(job, "job.num", throw_on_missing=False)],
         "cwd": os.getcwd(),
         "world_size": [trainer.world_size, dist.get_world_size() if dist.is_initialized() else 1],
-        "flags": [sys.flags.optimize, sys.flags.dev_mode],
+        "interpreter": [
+            sys.flags.bytes_warning,
+            sys._xoptions.get("mine"),
+            "ignore" in sys.warnoptions,
+        ],
         "argv": sys.argv,
         "pid": os.getpid(),
     }

@@ -92,9 +92,9 @@ def test_interpreter_options_module_and_config_options_are_kept(tmp_path):
     )
     run = run_program(
         python(
-            "-O",
+            "-b",  # not -O: nothing is compiled for it yet, torch and Lightning would be, in each rank
             "-X",
-            "dev",
+            "mine=kept",
             "-W",
             "ignore",
             "-m",
@@ -116,7 +116,7 @@ def test_interpreter_options_module_and_config_options_are_kept(tmp_path):
     assert ranks[0]["config"]["foo"] == 7
     assert ranks[0]["config"]["added"] == ["a b", "c"]
     for rank in ranks.values():
-        assert rank["flags"] == [1, True]
+        assert rank["interpreter"] == [1, "kept", True]
         assert rank["cwd"] == rank["output_dir"] == str(folder)
     assert sorted(p.name for p in folder.iterdir()) == [
         ".hydra",
