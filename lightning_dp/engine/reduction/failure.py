@@ -30,8 +30,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_dp.engine.bucket import Slot
 from lightning_dp.engine.control import Control
-from lightning_dp.errors import RankFailedError
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.plan.layout import Layout
+from lightning_dp.errors import LateGradientError, RankFailedError, some_names
 
 GIVE_UP_S = 5.0
 
@@ -94,3 +97,39 @@ def raise_if_failed(means: Sequence[float], rank: int, world_size: int, what: st
         " rank's gradients would be another step. The failing rank prints its own error.",
         rank=failed,
     )
+
+
+def raise_late(
+    local: list[str], group: ReplicaGroup, layout: Layout, slots: Sequence[Slot]
+) -> None:
+    """Say on every rank whose second gradients came too late; send these last from now on.
+
+    Args:
+        local: Names of parameters, on this rank.
+        group: Who takes part.
+        layout: The buckets.
+        slots: All parameters.
+
+    Raises:
+        LateGradientError: Always.
+
+    Collective: every rank, once all know of it. Blocks.
+    """
+    names, ranks = gather_names(group, local)
+    layout.defer(names, slots)
+    raise LateGradientError(
+        f"[rank {group.rank}] a second gradient of {some_names(names)} arrived after the first had"
+        " been sent, so this step's average would miss it. These parameters are used in several"
+        " re-entrant backwards (activation checkpointing with use_reentrant=True, or a backward"
+        " inside a backward) for the first time now. They are sent last from the next step on; to"
+        f" have that from the start, pass deferred={names[:5]!r} to LeanDDPStrategy.",
+        names=names,
+        ranks=ranks,
+    )
+
+
+def gather_names(group: ReplicaGroup, names: list[str]) -> tuple[list[str], list[int]]:
+    """Return all ranks' names, each once, and the ranks that have some. Collective: every rank. Blocks."""
+    by_rank: list[list[str]] = group.all_gather_object(names)
+    ranks = [rank for rank, theirs in enumerate(by_rank) if theirs]
+    return list(dict.fromkeys(name for theirs in by_rank for name in theirs)), ranks

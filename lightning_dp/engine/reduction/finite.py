@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -9,6 +10,11 @@ from torch import Tensor
 
 from lightning_dp.engine.bucket import Bucket, Slot
 from lightning_dp.engine.control import Control
+from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.reduction.failure import gather_names
+from lightning_dp.errors import NonFiniteGradientError, some_names
+
+log = logging.getLogger(__name__)
 
 
 class FiniteCheck:
@@ -63,3 +69,26 @@ class FiniteCheck:
             return []
         finite = torch.isfinite(torch.cat(self._squared)).tolist()
         return [slot.name for slot, fine in zip(self._slots, finite, strict=True) if not fine]
+
+
+def say_non_finite(local: list[str], group: ReplicaGroup, *, raises: bool) -> None:
+    """Say on every rank whose gradients were not finite.
+
+    Args:
+        local: Names of parameters, on this rank.
+        group: Who takes part.
+        raises: Or warn.
+
+    Raises:
+        NonFiniteGradientError: With ``raises``.
+
+    Collective: every rank, once all know of it. Blocks.
+    """
+    names, ranks = gather_names(group, local)
+    message = (
+        f"[rank {group.rank}] gradients of {some_names(names)} held inf or NaN on rank(s) {ranks}"
+        " before they were averaged. Look at that rank's batch; lower the learning rate or clip."
+    )
+    if raises:
+        raise NonFiniteGradientError(message, names=names, ranks=ranks)
+    log.warning(message)

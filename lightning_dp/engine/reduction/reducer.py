@@ -30,7 +30,8 @@ from lightning_dp.engine.plan.layout import Layout, LayoutOptions
 from lightning_dp.engine.plan.registry import Registry
 from lightning_dp.engine.plan.retune import TUNE_AT, retune
 from lightning_dp.engine.reduction import copies
-from lightning_dp.engine.reduction.failure import Supervision, raise_if_failed
+from lightning_dp.engine.reduction.failure import Supervision, raise_if_failed, raise_late
+from lightning_dp.engine.reduction.finite import say_non_finite
 from lightning_dp.engine.reduction.norms import GradientNorms
 from lightning_dp.engine.reduction.opening import raise_mismatch
 from lightning_dp.engine.reduction.parts import Outcome, Parts
@@ -40,7 +41,7 @@ from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.engine.replicas.buffers import BufferKeeper
 from lightning_dp.engine.wires.all_reduce import AllReduceWire
 from lightning_dp.engine.wires.wire import Wire
-from lightning_dp.errors import ConfigError, LateGradientError, NonFiniteGradientError, some_names
+from lightning_dp.errors import ConfigError, some_names
 from lightning_dp.internals import autograd as seams
 
 log = logging.getLogger(__name__)
@@ -411,34 +412,11 @@ class Reducer:
                 " is the number of samples or tokens behind the mean loss: one finite number, 0 or more."
             )
         if means[Control.LATE] > 0:
-            self._raise_late(outcome.late)
+            raise_late(outcome.late, group, self.layout, self.registry.slots)
         if means[Control.NON_FINITE] > 0 and outcome.finite is not None:
-            self._say_non_finite(outcome.finite.names())
+            say_non_finite(outcome.finite.names(), group, raises=self.check_finite == "raise")
         if means[Control.BUFFERS] > 0 and self._parts.buffers is not None:
             self._parts.buffers.learn(outcome.buffers)
-
-    def _raise_late(self, local: list[str]) -> None:
-        names, ranks = _gather_names(self.group, local)
-        self.layout.defer(names, self.registry.slots)
-        raise LateGradientError(
-            f"[rank {self.group.rank}] a second gradient of {some_names(names)} arrived after the first had"
-            " been sent, so this step's average would miss it. These parameters are used in several"
-            " re-entrant backwards (activation checkpointing with use_reentrant=True, or a backward"
-            " inside a backward) for the first time now. They are sent last from the next step on; to"
-            f" have that from the start, pass deferred={names[:5]!r} to LeanDDPStrategy.",
-            names=names,
-            ranks=ranks,
-        )
-
-    def _say_non_finite(self, local: list[str]) -> None:
-        names, ranks = _gather_names(self.group, local)
-        message = (
-            f"[rank {self.group.rank}] gradients of {some_names(names)} held inf or NaN on rank(s) {ranks}"
-            " before they were averaged. Look at that rank's batch; lower the learning rate or clip."
-        )
-        if self.check_finite == "raise":
-            raise NonFiniteGradientError(message, names=names, ranks=ranks)
-        log.warning(message)
 
     @property
     def totals(self) -> WindowTotals | None:
@@ -487,9 +465,3 @@ class Reducer:
         """The bucket whose collective the host is waiting for, for a stall report."""
         reduction = self._reduction
         return reduction.waiting_for if reduction is not None else None
-
-
-def _gather_names(group: ReplicaGroup, names: list[str]) -> tuple[list[str], list[int]]:
-    by_rank: list[list[str]] = group.all_gather_object(names)
-    ranks = [rank for rank, theirs in enumerate(by_rank) if theirs]
-    return list(dict.fromkeys(name for theirs in by_rank for name in theirs)), ranks
