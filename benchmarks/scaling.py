@@ -56,8 +56,18 @@ class Alone:
 class Ddp(Alone):
     """torch's DistributedDataParallel."""
 
+    view = False
+
     def __init__(self, module, cap_mib):
-        self.module = DistributedDataParallel(module, bucket_cap_mb=cap_mib)
+        self.module = DistributedDataParallel(
+            module, bucket_cap_mb=cap_mib, gradient_as_bucket_view=self.view
+        )
+
+
+class View(Ddp):
+    """The same, with gradients that are views of its buckets: its cheapest setting."""
+
+    view = True
 
 
 class Lean(Alone):
@@ -81,11 +91,11 @@ class Lean(Alone):
         self.reducer.close()
 
 
-KINDS = {"alone": Alone, "ddp": Ddp, "lean": Lean}
+KINDS = {"alone": Alone, "ddp": Ddp, "view": View, "lean": Lean}
 
 
 def compare(make, x, cap_mib, rounds, steps):
-    """Median processor and wall milliseconds of a backward, by kind, and the ratio lean / ddp."""
+    """Median milliseconds of a backward, processor and wall, by kind; ratios of lean to both of torch."""
     cpu = {kind: [] for kind in KINDS}
     wall = {kind: [] for kind in KINDS}
     for _ in range(rounds):
@@ -96,7 +106,10 @@ def compare(make, x, cap_mib, rounds, steps):
             one.close()
             wall[kind].append(1e3 * statistics.median(t[0] for t in times))
             cpu[kind].append(1e3 * statistics.median(t[1] for t in times))
-    ratios = [a / b for a, b in zip(cpu["lean"], cpu["ddp"], strict=True)]
+    ratios = {
+        kind: [a / b for a, b in zip(cpu["lean"], cpu[kind], strict=True)]
+        for kind in ("ddp", "view")
+    }
     return (
         {kind: statistics.median(values) for kind, values in cpu.items()},
         {kind: statistics.median(values) for kind, values in wall.items()},
@@ -123,14 +136,17 @@ def measure(args):
         print(f"\n{world_size} ranks, backward only, median of {args.rounds} rounds")
         print("processor time in ms; what synchronising adds, in us a parameter or a bucket")
         print(
-            f"{'what':<31}{'n':>7}{'alone':>9}{'ddp':>9}{'lean':>9}{'+ddp us':>9}{'+lean us':>9}"
-            f"{'lean/ddp':>10}  spread"
+            f"{'what':<31}{'n':>7}{'alone':>9}{'ddp':>9}{'view':>9}{'lean':>9}{'+ddp us':>9}{'+lean us':>9}"
+            f"{'lean/ddp':>10}  {'spread':<11}{'lean/view':>10}  spread"
         )
         for what, n, count, cpu, wall, ratios in rows:
             added = [1e3 * (cpu[kind] - cpu["alone"]) / count for kind in ("ddp", "lean")]
             print(
-                f"{what:<31}{n:>7}{cpu['alone']:>9.2f}{cpu['ddp']:>9.2f}{cpu['lean']:>9.2f}"
-                f"{added[0]:>9.1f}{added[1]:>9.1f}{statistics.median(ratios):>10.3f}  {spread(ratios)}"
+                f"{what:<31}{n:>7}{''.join(f'{cpu[kind]:>9.2f}' for kind in KINDS)}"
+                f"{added[0]:>9.1f}{added[1]:>9.1f}"
+                + "".join(
+                    f"{statistics.median(r):>10.3f}  {spread(r):<11}" for r in ratios.values()
+                )
             )
             if args.out:
                 with open(args.out, "a") as f:
