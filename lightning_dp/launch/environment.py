@@ -68,9 +68,18 @@ class Placement:
         return cls(kind, external, local_rank, world_size, devices, num_nodes, os.getpid())
 
     @property
+    def is_believed(self) -> bool:
+        """Whether the environment says how many ranks there are, whatever the Trainer says.
+
+        For torchrun and SLURM the Trainer's number is a check. Any other environment has been told that
+        number by Lightning: where it still says another one, it knows better.
+        """
+        return self.external and self.kind not in _KINDS.values()
+
+    @property
     def wanted(self) -> int:
-        """How many ranks the Trainer expects."""
-        return self.devices * self.num_nodes
+        """How many ranks there are to be."""
+        return self.world_size if self.is_believed else self.devices * self.num_nodes
 
 
 def check_placement(place: Placement, environment: Mapping[str, str]) -> list[str]:
@@ -126,14 +135,10 @@ def _world_size_message(place: Placement) -> str:
             "shell, rename the job (SLURM_JOB_NAME=interactive) to let lean_ddp start the ranks; or "
             f"set devices={max(1, seen // max(1, place.num_nodes))}."
         )
-    fix = (
-        f"torchrun --nnodes={place.num_nodes} --nproc-per-node={place.devices} ..."
-        if place.kind == "torchrun"
-        else f"start {place.wanted} processes with WORLD_SIZE={place.wanted}"
-    )
     return (
-        f"[lean_ddp] the environment ({place.kind}) speaks of {seen} ranks, but {wanted}. Fix: {fix}, "
-        f"or set devices={max(1, seen // max(1, place.num_nodes))}."
+        f"[lean_ddp] {place.kind} speaks of {seen} ranks, but {wanted}. Fix: torchrun "
+        f"--nnodes={place.num_nodes} --nproc-per-node={place.devices} ..., or set "
+        f"devices={max(1, seen // max(1, place.num_nodes))}."
     )
 
 
@@ -168,18 +173,21 @@ def _check_by_hand(place: Placement, environment: Mapping[str, str]) -> list[str
 
 
 def check_group(place: Placement, group_size: int) -> None:
-    """Compare a process group that exists already with the Trainer.
+    """Compare a process group that exists already with what is expected.
 
     Raises:
         LaunchError: It has another size.
     """
-    if group_size != place.wanted:
-        raise LaunchError(
-            f"[lean_ddp] a process group of {group_size} ranks exists already, but "
-            f"devices={place.devices} x num_nodes={place.num_nodes} is {place.wanted}. Fix: call "
-            "torch.distributed.destroy_process_group() on all ranks before this Trainer, or give it "
-            f"devices={max(1, group_size // max(1, place.num_nodes))}."
-        )
+    if group_size == place.wanted:
+        return
+    said, or_else = f"{place.kind} speaks of {place.wanted}", ""
+    if not place.is_believed:
+        said = f"devices={place.devices} x num_nodes={place.num_nodes} is {place.wanted}"
+        or_else = f", or give it devices={max(1, group_size // max(1, place.num_nodes))}"
+    raise LaunchError(
+        f"[lean_ddp] a process group of {group_size} ranks exists already, but {said}. Fix: call "
+        f"torch.distributed.destroy_process_group() on all ranks before this Trainer{or_else}."
+    )
 
 
 def compare_members(members: tuple[dict[str, object], ...], rank: int) -> None:

@@ -7,7 +7,7 @@ no longer needed fails, so that the lists can only shrink.
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
@@ -69,6 +69,7 @@ CALLBACKS = {
 }  # of measure/: what a user adds to a Trainer
 TORCH_ONLY = {"errors", "engine", "data", "optim"}
 INTERNALS = "internals"
+OPTIONAL = {"ray"}  # needs the library of this name, which need not be installed
 TORCH_INTERNALS = "internals.autograd"  # knows torch only: the engine may ask it
 LIGHTNING = "internals.lightning"  # the only file that imports Lightning; the demos may ask it too
 LIGHTNINGS = {"lightning", "pytorch_lightning", "lightning_fabric"}
@@ -350,6 +351,8 @@ def classes() -> Iterator[tuple[str, type]]:
     """Every class of the package with its room."""
     for path in parsed(ROOT):
         if path.name == "__main__.py" or unit_of(path) in KNOWS_NOTHING_OF_US:
+            continue
+        if unit_of(path) in OPTIONAL and importlib.util.find_spec(path.stem) is None:
             continue
         module = importlib.import_module(".".join([PACKAGE, *path.with_suffix("").parts]))
         for cls in vars(module).values():

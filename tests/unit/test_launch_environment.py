@@ -27,7 +27,7 @@ def place(**changes):
         (place(kind="slurm", world_size=1), {}, "SLURM reports 1 task, .*ntasks-per-node=2"),
         (place(kind="slurm", world_size=8, devices=4), {}, "devices=8"),
         (place(kind="torchrun", world_size=4), {}, "torchrun --nnodes=1 --nproc-per-node=2"),
-        (place(kind="LSFEnvironment", world_size=4), {}, "LSFEnvironment"),
+        (place(kind="LSFEnvironment", local_rank=2), {}, "local rank 2.*devices=3"),
         (place(local_rank=2), {"MASTER_PORT": "1"}, "local rank 2.*devices=3"),
         (place(), {"LOCAL_RANK": "0"}, r"local rank\(s\) 1 are missing.*unset LOCAL_RANK"),
         (place(), {"LOCAL_RANK": "0", "MASTER_PORT": "1", "WORLD_SIZE": "4"}, "WORLD_SIZE=4"),
@@ -47,6 +47,8 @@ def test_refused(placement, environment, says):
         (place(external=False), {}),
         (place(), {PID_VARIABLE: "100", "LOCAL_RANK": "1", "MASTER_PORT": "1"}),
         (place(kind="slurm"), {}),
+        (place(kind="LSFEnvironment", world_size=4), {}),
+        (place(kind="TheirEnvironment", world_size=2, devices=1), {}),
         (place(kind="torchrun", num_nodes=2, world_size=4), {PID_VARIABLE: "99"}),
         (place(), {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}),
         (place(devices=1, world_size=1), {"LOCAL_RANK": "0"}),
@@ -64,8 +66,12 @@ def test_local_rank_alone_is_warned_about():
 
 def test_a_group_of_another_size_is_refused():
     check_group(place(), 2)
-    with pytest.raises(LaunchError, match="group of 4 ranks"):
+    with pytest.raises(LaunchError, match=r"group of 4 ranks.*devices=2 x num_nodes=1.*devices=4"):
         check_group(place(), 4)
+    believed = place(kind="TheirEnvironment", world_size=3)
+    check_group(believed, 3)
+    with pytest.raises(LaunchError, match=r"group of 2 ranks.*TheirEnvironment speaks of 3"):
+        check_group(believed, 2)
 
 
 def test_ranks_of_different_jobs_are_shown_side_by_side():
