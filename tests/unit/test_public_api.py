@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 
 import pytest
 from lightning.pytorch.strategies import StrategyRegistry
@@ -28,6 +29,14 @@ def test_public_names_are_these():
 @pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
 def test_public_names_are_documented(name):
     assert inspect.getdoc(getattr(lightning_dp, name))
+
+
+def test_without_ray_its_module_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray.train", None)
+    monkeypatch.delitem(sys.modules, "lightning_dp.ray", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'lightning_dp\[ray\]'"):
+        importlib.import_module("lightning_dp.ray")
 
 
 def test_every_error_is_of_our_tree_and_documented():
