@@ -1,7 +1,9 @@
 """What users import. A name that comes or goes changes this file and the changelog."""
 
 import importlib
+import importlib.util
 import inspect
+import os
 import sys
 
 import pytest
@@ -62,3 +64,11 @@ def test_names_for_the_trainer_are_registered_once_however_often_imported():
     registered = StrategyRegistry.available_strategies()
     assert {name for name in registered if name.startswith("lean_")} == expected
     assert len(registered) == len(set(registered))
+
+
+@pytest.mark.parametrize("name", ["faults.ctrl_c", "engine.wires.shm_peers"])
+def test_it_is_imported_where_no_process_forks(name, monkeypatch):
+    monkeypatch.delattr(os, "register_at_fork")
+    there = importlib.import_module(f"lightning_dp.{name}").__spec__
+    again = importlib.util.spec_from_file_location(f"{name}_again", there.origin)
+    again.loader.exec_module(importlib.util.module_from_spec(again))

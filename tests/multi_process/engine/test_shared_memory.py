@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -451,3 +453,21 @@ def _sizes(rank, world_size, port, cap):
 
 def test_on_three_ranks_other_bucket_sizes_give_the_same_bits():
     assert ranks(_sizes, 3, 0.1)[0] == ranks(_sizes, 3, 25)[0]
+
+
+class Peer:
+    """A connection whose other end is a process of ``user``."""
+
+    def __init__(self, user: int) -> None:
+        self.user = user
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert (level, option) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
+        return struct.pack("=iII", 4711, self.user, 7)[:size]
+
+
+@pytest.mark.parametrize("user", [0, 1000, 2**31, 2**32 - 2])
+def test_every_number_that_a_user_can_have_is_told_from_others(user, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    assert same_machine._is_of_this_user(Peer(user))
+    assert not same_machine._is_of_this_user(Peer(user + 1))
