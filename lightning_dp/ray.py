@@ -6,6 +6,8 @@ two packages that Ray uses.
 
 from __future__ import annotations
 
+import time
+
 try:
     from ray.train import get_context
     from ray.train.lightning import RayDDPStrategy
@@ -14,6 +16,7 @@ except ImportError as error:
         "[lean_ddp] lightning_dp.ray needs Ray Train. Fix: pip install 'lightning_dp[ray]'"
     ) from error
 
+from lightning_dp.errors import RankFailedError
 from lightning_dp.internals import binding
 
 binding.bind(binding.package_of(RayDDPStrategy) or "lightning", "an import of lightning_dp.ray")
@@ -21,6 +24,8 @@ binding.bind(binding.package_of(RayDDPStrategy) or "lightning", "an import of li
 from lightning_dp.strategy import LeanDDPStrategy  # noqa: E402  (after this process is bound)
 
 __all__ = ["RayLeanDDPStrategy"]
+
+_AFTER_THE_FIRST_S = 0.5
 
 
 class RayLeanDDPStrategy(LeanDDPStrategy, RayDDPStrategy):  # type: ignore[misc]
@@ -42,3 +47,9 @@ class RayLeanDDPStrategy(LeanDDPStrategy, RayDDPStrategy):  # type: ignore[misc]
     def num_processes(self) -> int:
         """Ranks on this machine. A Trainer in a worker sees the worker's devices only."""
         return int(get_context().get_local_world_size())
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As the parent. Ray shows the errors that it finds first, so the rank that failed leaves first."""
+        super().on_exception(exception)
+        if isinstance(exception, RankFailedError):
+            time.sleep(_AFTER_THE_FIRST_S)

@@ -51,8 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = f"on the CPU only: {mark.args[0]}"
         if item.get_closest_marker("hosts"):
             reason = reason or hosts.missing()
-        if (mark := item.get_closest_marker("library")) and not _imports(mark.args[0]):
-            reason = reason or f"{mark.args[0]} is not installed"
+        for mark in item.iter_markers("library"):
+            if not _imports(mark.args[0]):
+                reason = reason or f"{mark.args[0]} is not installed"
         if reason:
             item.add_marker(pytest.mark.skip(reason=f"not run: {_place(item)} ({reason})"))
 

@@ -66,10 +66,8 @@ class Interrupter:
             with contextlib.suppress(ProcessLookupError):
                 signal.pthread_kill(self._thread_id, signal.SIGURG)
             return
-        error = make_error()
-        kind = type("_Delivered", (type(error),), {"__init__": _init_from(error)})
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(self._thread_id), ctypes.py_object(kind)
+            ctypes.c_ulong(self._thread_id), ctypes.py_object(_class_of(make_error()))
         )
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -78,11 +76,16 @@ class Interrupter:
             raise make_error()
 
 
-def _init_from(error: BaseException) -> Callable[[BaseException], None]:
-    """An ``__init__`` without arguments that copies ``error``: the interpreter calls the class itself."""
+def _class_of(error: BaseException) -> type[BaseException]:
+    """A class that the interpreter calls without arguments, and whose instance is like ``error``.
+
+    It is shown and pickled as ``error``: whoever starts ranks may send it to another process.
+    """
 
     def init(self: BaseException) -> None:
         self.args = error.args
         self.__dict__.update(error.__dict__)
 
-    return init
+    kind = type(error)
+    own = {"__init__": init, "__reduce__": lambda self: error.__reduce__()}
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **own})

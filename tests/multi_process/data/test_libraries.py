@@ -36,12 +36,18 @@ def runs(make, paths, folder):
     return list(zip(*ranks, strict=True))
 
 
-def check(make, folder):
-    """Each sample of each epoch once, straight and after a stop at any step; the same batches."""
+def each_once(make, folder):
+    """Each sample of each epoch once, straight: the library shares what there is, or leaves it to us."""
     (straight,) = runs(make, [None], folder)
     for epoch in range(EPOCHS):
         seen = Counter(i for rank in straight for e, ids in rank if e == epoch for i in ids)
-        assert seen == dict.fromkeys(range(N), 1), "the control: the library shares what there is"
+        assert seen == dict.fromkeys(range(N), 1), f"epoch {epoch}"
+    return straight
+
+
+def check(make, folder):
+    """Each sample of each epoch once, straight and after a stop at any step; the same batches."""
+    straight = each_once(make, folder)
     # Once after each step of the first epoch, and within the second.
     stops = [*range(1, STEPS), STEPS, STEPS + 1]
     paths = [str(folder / f"{done - 1:03d}.ckpt") for done in stops]
@@ -121,3 +127,80 @@ def test_torchdata_with_data_that_only_yields(tmp_path):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     check(lambda: StatefulDataLoader(_Part(), batch_size=SIZE), tmp_path)
+
+
+@pytest.mark.library("datasets")
+def test_datasets(tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"i": list(range(N))})
+
+    def make():
+        data = rows.with_transform(lambda batch: _columns(batch["i"]))
+        return torch.utils.data.DataLoader(data, batch_size=SIZE, shuffle=True)
+
+    check(make, tmp_path)
+
+
+@pytest.mark.library("datasets")
+@pytest.mark.library("torchdata.stateful_dataloader")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_datasets_that_only_yield(workers, tmp_path):
+    import datasets
+    from datasets.distributed import split_dataset_by_node
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    rows = datasets.Dataset.from_dict({"i": list(range(N))}).to_iterable_dataset(num_shards=4)
+
+    def make():
+        mine = split_dataset_by_node(rows, torch.distributed.get_rank(), RANKS)
+        data = mine.map(lambda row: Numbers(N)[row["i"]])
+        return StatefulDataLoader(data.with_format("torch"), batch_size=SIZE, num_workers=workers)
+
+    check(make, tmp_path)
+
+
+def _columns(indices):
+    rows = [Numbers(N)[i] for i in indices]
+    return {key: [row[key] for row in rows] for key in rows[0]}
+
+
+@pytest.mark.library("webdataset")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_webdataset(workers, tmp_path):
+    import webdataset
+
+    for shard in range(4):
+        with webdataset.TarWriter(str(tmp_path / f"{shard}.tar")) as tar:
+            for i in range(shard, N, 4):
+                tar.write({"__key__": f"{i:03d}", "i.json": i})
+
+    def make():
+        shards = str(tmp_path / "{0..3}.tar")
+        data = webdataset.WebDataset(
+            shards, nodesplitter=webdataset.split_by_node, shardshuffle=False
+        )
+        data = data.decode().map(lambda sample: Numbers(N)[sample["i.json"]]).batched(SIZE)
+        return webdataset.WebLoader(data, batch_size=None, num_workers=workers)
+
+    each_once(make, tmp_path / "ckpt")  # it has no state: a resumed run begins its epoch anew
+
+
+@pytest.mark.library("streaming")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_mosaicml_streaming(workers, tmp_path):
+    import streaming
+
+    with streaming.MDSWriter(out=str(tmp_path / "data"), columns={"i": "int"}) as out:
+        for i in range(N):
+            out.write({"i": i})
+
+    class Rows(streaming.StreamingDataset):
+        def __getitem__(self, index):
+            return Numbers(N)[int(super().__getitem__(index)["i"])]
+
+    def make():
+        data = Rows(local=str(tmp_path / "data"), shuffle=True, batch_size=SIZE)
+        return streaming.StreamingDataLoader(data, batch_size=SIZE, num_workers=workers)
+
+    check(make, tmp_path / "ckpt")
