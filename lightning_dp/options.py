@@ -104,6 +104,9 @@ class OuterOptions(_Every, total=False):
 
     optimizer: OuterSGD
     start_after: int | Literal[0]
+    fragments: int
+    delay: int | Literal[0]
+    mix: float | Literal[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +147,9 @@ class EngineOptions(Checked):
         outer: Ranks train alone and meet seldom: ``{"every": 50, "optimizer": {"lr": 0.7, "momentum": 0.9,
             "nesterov": True}, "start_after": 0}``: optimizer steps from one meeting to the next, what
             steps then on the mean change of the weights (``lr`` 1 and ``momentum`` 0 average the
-            weights), and how many steps reduce gradients first.
+            weights), and how many steps reduce gradients first. ``fragments`` of the model meet in
+            turns, ``delay`` steps after they were sent, so that the steps hide the sending; ``mix`` is the
+            share of its own weights that a rank keeps then.
         batch: ``{"global": 512, "micro": 16, "accumulate": "auto"}``: samples per optimizer step over
             all ranks and nodes, samples per rank and micro-batch; sets ``accumulate_grad_batches``.
         zero: 1 keeps each optimizer's state in equal shares, one a rank (ZeRO stage 1); 0 keeps all of

@@ -223,6 +223,29 @@ def offer_no_sync(module: Any, no_sync: Callable[[], Any]) -> Callable[[], None]
     return patched(cls, "no_sync", ask)
 
 
+def around_validation(
+    trainer: pl.Trainer, context: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Callable[[], None]:
+    """Enter a context around each validation of a fit, before the first of its hooks.
+
+    Callbacks that put weights of their own into the module do so in ``on_validation_start``, which is
+    called before the strategy's. Without the Trainer's loop nothing is replaced: the strategy's hooks stay.
+
+    Returns:
+        Undoes it.
+    """
+    loop = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
+    run = getattr(loop, "run", None)
+    if run is None:
+        return lambda: None
+
+    def inside() -> Any:
+        with context():
+            return run()
+
+    return patched(loop, "run", inside)
+
+
 def accumulation_schedule(trainer: pl.Trainer) -> Callable[[int], int] | None:
     """Micro-batches a window by epoch, where a ``GradientAccumulationScheduler`` changes them."""
     for callback in getattr(trainer, "callbacks", ()):

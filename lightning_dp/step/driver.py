@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.plan.registry import named_parameters
 from lightning_dp.engine.reduction.failure import Supervision
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.reduction.window import AccumulationWindow
@@ -28,6 +29,7 @@ from lightning_dp.internals.autograd import split_compiled_graphs
 from lightning_dp.internals.lightning import pl
 from lightning_dp.options import EngineOptions
 from lightning_dp.step.accumulation import WindowKeeper
+from lightning_dp.step.fragments import Fragments
 from lightning_dp.step.hook_choice import HookChoice
 from lightning_dp.step.losses import LossWeights
 from lightning_dp.step.noise import begin_norms, check_noise
@@ -70,6 +72,7 @@ class StepDriver:
         self.reducer: Reducer | None = None
         self.keeper: BufferKeeper | None = None
         self.optimizers = OptimizerGroups(())
+        self.fragments = Fragments(1, self.optimizers, {})
         self.zero = ZeroState(options)
         self.trainer: pl.Trainer | None = None
         self._module: pl.LightningModule | None = None
@@ -120,7 +123,7 @@ class StepDriver:
         self.reducer = self._make_reducer(optimizers, trainer)
         self.zero.attach(self.reducer)
         self.window.reduce_by_default(False)
-        self.rounds.connect(self.reducer.registry.module, trainer, self.reducer, self.keeper)
+        self.rounds.connect(trainer, self.reducer, self.keeper, self.fragments)
         self.hook.restore(self.reducer)
         self._averaged = trainer_seams.averages_weights(trainer)
         self._steps = StepWatch(optimizers)
@@ -138,6 +141,9 @@ class StepDriver:
         shared = isinstance(wire, SharedMemoryWire)
         slicing = self.zero.slicing(group)
         reduce = options.buffer_reduce if options.outer is None else "mean"
+        outer = options.outer if group.reduces else None
+        count = outer.get("fragments", 1) if outer is not None else 1
+        self.fragments = Fragments(count, self.optimizers, named_parameters(self._module))
         self.keeper = BufferKeeper(self._module, group, options.buffers, reduce, self._left_alone)
         return Reducer(
             self._module,
@@ -145,7 +151,7 @@ class StepDriver:
             self.window,
             wire,
             self.wire.layout_options(group.device, shared=shared, slicing=slicing),
-            partition_of=self.optimizers.partition,
+            partition_of=self.fragments.partition,
             sliced=self.zero.sliced,
             deferred=options.deferred,
             check_finite=options.check_gradients,
@@ -167,6 +173,7 @@ class StepDriver:
         self.rounds.close()
         self.window.is_local = False
         self.optimizers = OptimizerGroups(())
+        self.fragments = Fragments(1, self.optimizers, {})
         self.hook.forget()
 
     def abort(self, error: BaseException) -> None:
@@ -304,7 +311,7 @@ class StepDriver:
             with self.window.reducing(manual and not on_step):
                 output = closure()
             if manual and on_step and not self.window.is_local:
-                reducer.reduce_now(self.optimizers.index(optimizer))
+                reducer.reduce_now(self.fragments.of_optimizer(self.optimizers.index(optimizer)))
             else:
                 self.finish_backward()
             return output
@@ -346,7 +353,7 @@ class StepDriver:
                 self.rounds.note_step()  # behind the Trainer's back
             with self._giving_up(self.reducer):
                 self.rounds.end_step(self.trainer)
-        if self._check_is_due and not self.rounds.mid_round:
+        if self._check_is_due and self.rounds.comparable:
             self._check_is_due = False
             self.check_replicas()
 
@@ -364,11 +371,12 @@ class StepDriver:
         if (
             self.reducer is not None
             and self.options.check_replicas_every_n_steps
-            and not self.rounds.mid_round
+            and self.rounds.comparable
             and not trainer_seams.is_unwinding(self.trainer)
         ):
             settings = self.optimizers.settings()
-            check_replicas(self.reducer, self.steps, self.options.on_mismatch, settings)
+            with self.rounds.shown(copy=False):
+                check_replicas(self.reducer, self.steps, self.options.on_mismatch, settings)
 
     def before_use(self, *, between_steps: bool = False) -> None:
         """Before somebody reads the module: act on the last step's reports, make buffers equal.

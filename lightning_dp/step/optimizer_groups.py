@@ -32,6 +32,11 @@ class OptimizerGroups:
         self._members = None  # a group may also have been given other parameters
         return before != self._seen
 
+    @property
+    def most(self) -> int:
+        """How many numbers :meth:`partition` may return."""
+        return len(self._optimizers) + 1
+
     def partition(self, parameter: nn.Parameter) -> int:
         """The number of the parameter's optimizer; one above the last for a parameter without."""
         return next(iter(self.all_of(parameter)), len(self._optimizers))

@@ -7,23 +7,25 @@
 With ``lr`` 1 and no momentum the meeting averages the weights: local SGD. With Nesterov momentum it is
 DiLoCo.
 
-A meeting is a reduction without a backward: the differences stand in ``.grad`` for its time, so that what
-holds for gradients (any type, any wire, weights, errors, signs of the step) holds for them.
+[Note: streaming] The model may be cut into fragments that take turns: fragment ``i`` of ``n`` is sent
+when ``i * every // n`` steps of a round are done, and applied ``delay`` steps later, which hide the
+sending. One is under way at a time. A weight then becomes ``mix * local + (1 - mix) * anchor``: what the
+rank did since sending is thrown away, or kept in part. Anchors change at the same step on all ranks and are
+always equal; all weights are equal only when training ends, with a meeting of every fragment.
 
 [Note: two sets of weights] In mid-round the ranks' weights differ on purpose. Whoever looks at the module
-from outside (a validation, a checkpoint) is shown a copy of the last meeting's, which are equal. A copy: a
-callback that writes to the module meanwhile (its own weights, put back after a validation) reaches neither
-the anchor nor what this rank trains.
+from outside (a validation, a checkpoint) is shown a copy of the anchors. A copy: a callback that writes
+to the module meanwhile (its own weights, put back after a validation) reaches neither the anchor nor what
+this rank trains.
 
 Source: Stich, Local SGD (arXiv 1805.09767); Lin et al., post-local SGD (1808.07217); Douillard et al.,
-DiLoCo (2311.08105).
+DiLoCo (2311.08105) and Streaming DiLoCo (2501.18512).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,37 +33,15 @@ from torch import Tensor, nn
 
 from lightning_dp.engine.bucket import Slot
 from lightning_dp.engine.plan.registry import buffer_owners
-from lightning_dp.engine.reduction import copies
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.replicas.buffers import BufferKeeper
 from lightning_dp.options import EngineOptions
+from lightning_dp.step.fragments import Fragments
 from lightning_dp.step.outer_checks import LR, MOMENTUM
+from lightning_dp.step.outer_meeting import Anchor, Meeting, Round
 from lightning_dp.step.outer_state import gather, to_cpu, weighted_mean
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Anchor:
-    """One parameter at the last meeting, and what the outer optimizer keeps of it."""
-
-    value: Tensor
-    momentum: Tensor | None = None
-
-
-@dataclass
-class Round:
-    """What this rank's local steps counted since the last meeting, as in an accumulation window."""
-
-    weight: Tensor | float = 0.0
-    micro_batches: int = 0
-    loss: Tensor | float = 0.0
-
-    def add(self, window: Round) -> None:
-        """Count one step's window; a closure that ran many times is one."""
-        self.weight = self.weight + window.weight
-        self.micro_batches += window.micro_batches
-        self.loss = self.loss + window.loss
 
 
 class Outer:
@@ -72,10 +52,11 @@ class Outer:
         module: The user's.
         reducer: Averages the differences.
         keeper: Makes buffers equal at a meeting.
+        fragments: Which parameters meet together.
 
     Attributes:
         steps: The user's optimizer steps so far, those that reduced gradients too.
-        position: Those since the last meeting.
+        position: Those since the round began.
         mid_round: Whether this rank may have another model than the others now.
     """
 
@@ -85,11 +66,14 @@ class Outer:
         module: nn.Module,
         reducer: Reducer,
         keeper: BufferKeeper,
+        fragments: Fragments,
     ) -> None:
         assert options.outer is not None
         sgd = options.outer.get("optimizer", {})
         self._every = int(options.outer["every"])
         self._start_after = int(options.outer.get("start_after", 0))
+        self._delay = int(options.outer.get("delay", 0))
+        self._mix = float(options.outer.get("mix", 0.0))
         self._lr = float(sgd.get("lr", LR))
         self._momentum = float(sgd.get("momentum", MOMENTUM))
         self._nesterov = bool(sgd.get("nesterov", self._momentum > 0))
@@ -97,13 +81,24 @@ class Outer:
         self._reducer = reducer
         self._keeper = keeper
         self._window = reducer.window
+        self._fragments = fragments
         self._anchors: dict[int, Anchor] = {}  # by number of slot
         self._buffers: dict[str, Tensor] = {}  # at the last meeting
         self._hidden: list[tuple[Tensor, Tensor]] = []  # local values, while the anchor is shown
-        self._round, self._last_window = Round(), Round()
+        self._rounds = self._new_rounds()  # by fragment
+        self._meeting: Meeting | None = None
+        self._last_window = Round()
         self._stepped = False
         self.mid_round = False
         self.steps = self.position = 0
+
+    def _new_rounds(self) -> list[Round]:
+        return [Round() for _ in range(self._fragments.count)]
+
+    @property
+    def streams(self) -> bool:
+        """Whether some local steps go on while a meeting does, or between two fragments' meetings."""
+        return self._fragments.count > 1 or self._delay > 0 or self._mix > 0
 
     # Local steps
 
@@ -111,6 +106,8 @@ class Outer:
         """Keep the values of what is going to be stepped for the first time. Local."""
         if not self._window.is_local:
             return
+        self._reducer.poll()
+        self._keeper.note_forward()
         self.mid_round = True
         for slot in self._reducer.registry.slots:
             if slot.removed:
@@ -134,7 +131,7 @@ class Outer:
         self._stepped = True
 
     def end_step(self, *, is_last: bool) -> None:
-        """Count one step, of however many optimizers; meet if the round is full, or training ends with it.
+        """Count one step, of however many optimizers; meet if it is time, or training ends with it.
 
         Collective: every rank, at the same step.
         """
@@ -142,68 +139,82 @@ class Outer:
             return
         self._stepped = False
         self.steps += 1
-        if self._window.is_local:
-            self.position += 1
-            self._round.add(self._last_window)
-            if is_last or self.position >= self._every:
-                self.finish_round()
-        elif self.steps >= self._start_after:
-            self._window.is_local = True
-            self._begin_round()
+        if not self._window.is_local:
+            if self.steps >= self._start_after:
+                self._window.is_local = True
+                self._meet_buffers()
+            return
+        self.position = (self.position + 1) % self._every
+        for so_far in self._rounds:
+            so_far.add(self._last_window)
+        if self._meeting is not None:
+            self._meeting.left -= 1
+            self._apply_if_due()
+        count = self._fragments.count
+        for fragment in range(count):
+            if self.position == fragment * self._every // count:
+                self._send(fragment)
+                self._apply_if_due()
+        if is_last:
+            self.finish_round()
 
     # The meeting
 
+    def _send(self, fragment: int, delay: int | None = None) -> None:
+        """Send what a fragment changed. Collective: every rank, at the same step."""
+        so_far, self._rounds[fragment] = self._rounds[fragment], Round()
+        left = self._delay if delay is None else delay
+        self._meeting = Meeting(fragment, left, self._fragments.of_fragment(fragment))
+        changed = [each for each in self._anchored() if self._fragment_of(each[0]) == fragment]
+        self._meeting.send(self._reducer, changed, so_far)
+
+    def _apply_if_due(self) -> None:
+        meeting = self._meeting
+        if meeting is not None and meeting.left <= 0:
+            self._apply(meeting)
+
+    @torch.no_grad()
+    def _apply(self, meeting: Meeting) -> None:
+        """Step from the anchor along the ranks' mean change. Collective: every rank, at the same step."""
+        means = meeting.arrive(self._reducer)
+        self._meeting = None
+        for slot, anchor in self._anchored():
+            if slot.name in means:
+                self._step(anchor, means[slot.name])
+                _move(slot.param, anchor.value, self._mix)
+        self.mid_round = bool(self._mix) or any(so_far.steps for so_far in self._rounds)
+        if meeting.fragment == 0:
+            self._meet_buffers()
+
     @torch.no_grad()
     def finish_round(self) -> None:
-        """Step from the anchor along the ranks' mean change; all replicas are equal then.
+        """Let all fragments meet; all replicas are equal then.
 
         Raises: as :meth:`Reducer.finalize`.
 
         Collective: every rank, at the same step; nothing without steps. Blocks, the host too.
         """
-        if self.position == 0:
-            return
-        slots = [slot for slot in self._reducer.registry.slots if not slot.removed]
-        kept = [(slot.param, slot.param.grad, slot.param.requires_grad) for slot in slots]
-        for slot in slots:
-            slot.param.grad = None
-        share = self._put_round_into_window()
-        for slot, anchor in self._anchored():
-            slot.param.requires_grad_(True)  # what was frozen in the round has changed too
-            slot.param.grad = anchor.value - slot.param
-        copies.scale((slot.param.grad for slot, _ in self._anchored()), share)
-        self._reducer.reduce_now()
-        self._reducer.settle()
-        for slot, anchor in self._anchored():
-            mean = slot.param.grad
-            assert mean is not None
-            self._step(slot, anchor, mean.to_dense() if mean.is_sparse else mean)
-        for parameter, grad, trainable in kept:
-            parameter.grad = grad  # of the last local step, for whoever looks after it
-            parameter.requires_grad_(trainable)
-        self._begin_round()
+        if self._meeting is not None:
+            self._apply(self._meeting)
+        for fragment, so_far in enumerate(self._rounds):
+            if so_far.steps:
+                self._send(fragment, delay=0)
+                self._apply_if_due()
+        if self.streams and self.mid_round:
+            for slot, anchor in self._anchored():
+                slot.param.copy_(anchor.value)
+            self._meet_buffers()
+        self.position, self.mid_round = 0, False
+
+    def _fragment_of(self, slot: Slot) -> int:
+        return self._fragments.of(slot.partition)
 
     def _anchored(self) -> Iterator[tuple[Slot, Anchor]]:
         for slot in self._reducer.registry.slots:
             if slot.index in self._anchors and not slot.removed:
                 yield slot, self._anchors[slot.index]
 
-    def _put_round_into_window(self) -> Tensor | float:
-        """Let the round be what the reduction weighs: a rank that saw twice the tokens counts twice.
-
-        Returns:
-            What this rank's change is multiplied with; 1 exactly where nobody weighs.
-        """
-        window, so_far = self._window, self._round
-        if not so_far.micro_batches:
-            return 1.0  # manual optimization: the plain mean over ranks
-        window.weighted, window.micro_batches = True, so_far.micro_batches
-        window.divisor = count = self.position * window.divisor  # the same on all ranks
-        window.weight = so_far.weight / window.reference
-        window.loss = so_far.loss / window.reference
-        return window.weight / count
-
-    def _step(self, slot: Slot, anchor: Anchor, mean: Tensor) -> None:
+    def _step(self, anchor: Anchor, mean: Tensor) -> None:
         """SGD as ``torch.optim.SGD``, with the mean change as the gradient."""
         if self._momentum:
             before = anchor.momentum
@@ -211,25 +222,24 @@ class Outer:
             anchor.momentum = momentum
             mean = mean.add(momentum, alpha=self._momentum) if self._nesterov else momentum
         anchor.value.sub_(mean, alpha=self._lr)
-        slot.param.copy_(anchor.value)
 
-    def _begin_round(self) -> None:
+    def _meet_buffers(self) -> None:
         """Make buffers equal. Collective: every rank."""
         self._keeper.before_use(between_steps=True)
-        self.position, self._round, self.mid_round = 0, Round(), False
-        self._keep_buffers()
+        self._buffers = {name: buffer.clone() for name, buffer in self._named_buffers().items()}
 
     def _named_buffers(self) -> dict[str, Tensor]:
         owners = buffer_owners(self._module).items()
         return {name: owner.get_buffer(key) for name, (owner, key) in owners}
 
-    def _keep_buffers(self) -> None:
-        self._buffers = {name: buffer.clone() for name, buffer in self._named_buffers().items()}
-
     # What others see in mid-round ([Note: two sets of weights])
 
-    def show_anchor(self) -> bool:
-        """Let the module hold what it held at the last meeting; return whether it did not yet. Local."""
+    def show_anchor(self, *, copy: bool = True) -> bool:
+        """Let the module hold what all ranks last agreed on; return whether it did not yet. Local.
+
+        Args:
+            copy: What is written to the module then is lost.
+        """
         if not self.mid_round or self._hidden:
             return False
         shown: list[tuple[Tensor, Tensor]] = [(s.param, a.value) for s, a in self._anchored()]
@@ -237,7 +247,7 @@ class Outer:
         shown += [(buffers[name], kept) for name, kept in self._buffers.items() if name in buffers]
         for tensor, value in shown:
             self._hidden.append((tensor, tensor.data))
-            tensor.data = value.clone()
+            tensor.data = value.clone() if copy else value
         return True
 
     def show_local(self) -> None:
@@ -256,22 +266,24 @@ class Outer:
             by_rank: Keys of what may differ between ranks.
             alone: The others may be gone: without what is theirs, so that the round is lost on resume.
 
-        Collective: every rank, unless ``alone``. Blocks; sends a rank's optimizer state, in mid-round its
-        weights too. Rank 0 then holds all of them.
+        Collective: every rank, unless ``alone``. Blocks; waits for what is under way, which is saved;
+        sends a rank's optimizer state, in mid-round its weights too. Rank 0 then holds all of them.
         """
         group = self._reducer.group
+        momentum = {s.name: a.momentum for s, a in self._anchored() if a.momentum is not None}
         entry: dict[str, Any] = {
             "format": 1,
             "steps": self.steps,
             "position": 0 if alone else self.position,
             "world_size": group.world_size,
-            "momentum": {
-                slot.name: to_cpu(anchor.momentum)
-                for slot, anchor in self._anchored()
-                if anchor.momentum is not None
-            },
+            "momentum": to_cpu(momentum),
+            "fragments": self._fragments.state(),
             "ranks": [],
         }
+        meeting = None if alone else self._meeting
+        if meeting is not None:
+            means = to_cpu(meeting.arrive(self._reducer))
+            entry["meeting"] = {"fragment": meeting.fragment, "left": meeting.left, "means": means}
         if self._window.is_local and not alone:
             own = {key: checkpoint[key] for key in by_rank if key in checkpoint and group.rank}
             entry["ranks"] = gather({"own": own, **self._local_state()}, group)
@@ -282,11 +294,14 @@ class Outer:
             return {}
         shown = bool(self._hidden)
         self.show_local()
-        buffers, numbers = self._named_buffers(), self._round
+        buffers = self._named_buffers()
         state = {
             "weights": to_cpu({slot.name: slot.param for slot, _ in self._anchored()}),
             "buffers": to_cpu({name: buffers[name] for name in self._buffers if name in buffers}),
-            "round": [float(numbers.weight), numbers.micro_batches, float(numbers.loss)],
+            "rounds": [
+                [float(each.weight), each.micro_batches, float(each.loss), each.steps]
+                for each in self._rounds
+            ],
         }
         if shown:
             self.show_anchor()
@@ -301,49 +316,78 @@ class Outer:
             steps: The user's optimizer steps so far, as the Trainer counts them.
         """
         self._anchors.clear()  # of a search for a learning rate
-        self.position, self._round, self._stepped = 0, Round(), False
+        self._rounds, self._meeting, self._stepped = self._new_rounds(), None, False
+        self.position = 0
         self.steps = int(saved["steps"]) if saved is not None else steps
         self._window.is_local = self.steps >= self._start_after
         self.before_step()
         self.mid_round = False
-        self._keep_buffers()
+        self._buffers = {name: buffer.clone() for name, buffer in self._named_buffers().items()}
         if saved is None:
             return
         for slot, anchor in self._anchored():
             if slot.name in saved["momentum"]:
                 anchor.momentum = saved["momentum"][slot.name].to(anchor.value, copy=True)
         group, parts = self._reducer.group, saved["ranks"]
-        if saved["world_size"] == group.world_size:
+        then = saved["world_size"], saved["fragments"]["count"]
+        if then == (group.world_size, self._fragments.count):
+            self._fragments.restore(saved["fragments"])
+            self._reducer.registry.look_again()
             if parts and "weights" in parts[group.rank]:
-                self._restore_local(parts[group.rank], saved["position"])
+                self._restore_local(parts[group.rank], saved)
             return
-        if saved["position"]:
-            self._finish_for(parts)
+        if parts and "weights" in parts[0]:
+            self._finish_for(parts, saved)
         if parts and group.rank == 0:
             log.warning(
-                "lean_ddp: the checkpoint was saved by %d rank(s) in step %d of a round: the round is"
-                " finished with their mean, and the optimizers of %d rank(s) go on from rank 0's state.",
-                saved["world_size"],
+                "lean_ddp: the checkpoint was saved by %d rank(s) with %d fragment(s) in step %d of a"
+                " round: it is finished with their mean, and the optimizers of %d rank(s) go on from %s.",
+                *then,
                 saved["position"],
                 group.world_size,
+                "their own state" if then[0] == group.world_size else "rank 0's state",
             )
 
-    def _restore_local(self, part: Mapping[str, Any], position: int) -> None:
-        self.position, self.mid_round = position, True
-        weight, micro_batches, loss = part["round"]
-        self._round = Round(weight, int(micro_batches), loss)
+    def _restore_local(self, part: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        self.position, self.mid_round = saved["position"], True
+        self._rounds = [Round(*numbers) for numbers in part["rounds"]]
         for slot, _ in self._anchored():
             if slot.name in part["weights"]:
                 slot.param.copy_(part["weights"][slot.name])
         for name, buffer in self._named_buffers().items():
             if name in part["buffers"]:
                 buffer.copy_(part["buffers"][name])
+        if "meeting" in saved:
+            kept = saved["meeting"]
+            device = self._reducer.group.device
+            self._meeting = Meeting(
+                kept["fragment"],
+                kept["left"],
+                self._fragments.of_fragment(kept["fragment"]),
+                {name: mean.to(device) for name, mean in kept["means"].items()},
+            )
 
-    def _finish_for(self, parts: list[Mapping[str, Any]]) -> None:
-        """Finish the round of ranks that are no longer there."""
-        weights = [part["round"][0] for part in parts]
+    def _finish_for(self, parts: list[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
+        """Finish the round of ranks that are no longer there, or of other fragments."""
+        under_way = saved.get("meeting", {"means": {}})["means"]
         for slot, anchor in self._anchored():
             local = [part["weights"][slot.name] for part in parts if slot.name in part["weights"]]
-            if len(local) == len(parts):
-                mean = weighted_mean(local, weights).to(anchor.value)
-                self._step(slot, anchor, anchor.value - mean)
+            if len(local) < len(parts):
+                continue
+            if slot.name in under_way:
+                self._step(anchor, under_way[slot.name].to(anchor.value))
+                for each in local:
+                    _move(each, anchor.value.to(each), self._mix)
+            rounds = [part["rounds"][saved["fragments"]["of"].get(slot.name, 0)] for part in parts]
+            if rounds[0][-1]:
+                mean = weighted_mean(local, [weight for weight, *_ in rounds])
+                self._step(anchor, anchor.value - mean.to(anchor.value))
+            slot.param.copy_(anchor.value)
+
+
+def _move(local: Tensor, anchor: Tensor, mix: float) -> None:
+    """Let ``local`` be the anchor; with ``mix``, keep that share of what it was."""
+    if mix:
+        local.mul_(mix).add_(anchor, alpha=1 - mix)
+    else:
+        local.copy_(anchor)

@@ -8,7 +8,7 @@ from lightning_dp.engine.replicas.sync_batch_norm import Synced
 from lightning_dp.errors import ConfigError
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.lightning import pl
-from lightning_dp.options import EngineOptions
+from lightning_dp.options import EngineOptions, OuterOptions
 
 LR, MOMENTUM = 0.7, 0.9  # DiLoCo's
 
@@ -26,10 +26,31 @@ def check_outer(options: EngineOptions, *, hook: bool) -> None:
         raise ConfigError(
             "outer.optimizer has nesterov=True and momentum=0. Give it momentum, or drop nesterov."
         )
+    _check_streaming(options.outer)
     if hook:
         raise ConfigError(
             "outer and ddp_comm_hook cannot go together: a hook is made for gradients, and meetings send"
             " changes of weights. Drop one of them; wire='bf16' makes meetings smaller."
+        )
+
+
+def _check_streaming(outer: OuterOptions) -> None:
+    every, fragments, delay = outer["every"], outer.get("fragments", 1), outer.get("delay", 0)
+    if fragments > every:
+        raise ConfigError(
+            f"outer.fragments={fragments} is more than outer.every={every}: each fragment is sent after a"
+            " step of its own. Take fewer fragments, or longer rounds."
+        )
+    if delay > every // fragments:
+        raise ConfigError(
+            f"outer.delay={delay} is more than the {every // fragments} step(s) from one fragment to the"
+            f" next (every={every}, fragments={fragments}), and one is under way at a time. Lower delay"
+            " or fragments."
+        )
+    if outer.get("mix", 0) >= 1:
+        raise ConfigError(
+            f"outer.mix={outer['mix']} is not possible: it is the share of its own weights that a rank"
+            " keeps at a meeting, below 1."
         )
 
 

@@ -41,6 +41,12 @@ def take_own(checkpoint: MutableMapping[str, Any], rank: int, world_size: int) -
         checkpoint.update(saved["ranks"][rank]["own"])
 
 
+def steps_since(saved: Mapping[str, Any]) -> int:
+    """Local steps that are not in a checkpoint's own weights."""
+    rounds = [part.get("rounds", ()) for part in saved["ranks"]]
+    return max((steps for own in rounds for *_, steps in own), default=0)
+
+
 def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return the mean of tensors of one shape, in double precision; the plain one where nobody weighs."""
     total = sum(weights)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
-
-from torch import nn
 
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.replicas.buffers import BufferKeeper
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.lightning import pl
 from lightning_dp.options import EngineOptions
+from lightning_dp.step.fragments import Fragments
 from lightning_dp.step.outer import Outer
 from lightning_dp.step.outer_checks import check_outer, refuse_module
-from lightning_dp.step.outer_state import take_own
+from lightning_dp.step.outer_state import steps_since, take_own
 
 log = logging.getLogger(__name__)
 
@@ -36,27 +35,44 @@ class Rounds:
         check_outer(options, hook=hook)
         self._options = options
         self._outer: Outer | None = None
+        self._undo: Callable[[], None] = lambda: None
         self._saved: Mapping[str, Any] | None = None
 
     def connect(
-        self, module: nn.Module, trainer: pl.Trainer, reducer: Reducer, keeper: BufferKeeper | None
+        self,
+        trainer: pl.Trainer,
+        reducer: Reducer,
+        keeper: BufferKeeper | None,
+        fragments: Fragments,
     ) -> None:
         """Begin, once there is an engine. Local.
 
         Raises:
             ConfigError: The module or the Trainer cannot train with few meetings.
         """
+        self._undo()
         self._outer = None
         if self._options.outer is None or keeper is None:
             return
         if reducer.group.world_size == 1:
             log.warning("lean_ddp: outer has no effect with one rank: it trains as without.")
             return
+        module = reducer.registry.module
         refuse_module(module, trainer)
-        self._outer = Outer(self._options, module, reducer, keeper)
+        self._outer = Outer(self._options, module, reducer, keeper, fragments)
+        self._undo = trainer_seams.around_validation(trainer, self.shown)
+        if fragments.count > 1 and reducer.group.rank == 0:
+            sizes = [size / 2**20 for size in fragments.nbytes]
+            log.info(
+                "lean_ddp: outer sends %d fragments of %.3g to %.3g MiB in turns.",
+                fragments.count,
+                min(sizes),
+                max(sizes),
+            )
 
     def close(self) -> None:
         """Let go of everything. Local."""
+        self._undo()
         self._outer = self._saved = None
 
     # Steps
@@ -70,6 +86,11 @@ class Rounds:
     def mid_round(self) -> bool:
         """Whether this rank may have another model than the others now."""
         return self._outer is not None and self._outer.mid_round
+
+    @property
+    def comparable(self) -> bool:
+        """Whether it is worth while to compare what is shown: it is new, or nothing is more equal later."""
+        return self._outer is None or self._outer.streams or not self._outer.mid_round
 
     def before_step(self) -> None:
         """See :meth:`Outer.before_step`."""
@@ -99,9 +120,9 @@ class Rounds:
     # What others see ([Note: two sets of weights])
 
     @contextmanager
-    def shown(self) -> Generator[None]:
-        """While in this context, the module holds what is equal on all ranks."""
-        swapped = self.show_equal()
+    def shown(self, *, copy: bool = True) -> Generator[None]:
+        """While in this context, the module holds what is equal on all ranks, or a ``copy`` of it."""
+        swapped = self._outer is not None and self._outer.show_anchor(copy=copy)
         try:
             yield
         finally:
@@ -135,9 +156,9 @@ class Rounds:
         """Go on in the round that was saved. Local; every rank calls it."""
         if self._outer is not None and trainer is not None:
             self._outer.restore(self._saved, trainer.global_step)
-        elif self._saved is not None and self._saved["position"]:
+        elif self._saved is not None and steps_since(self._saved):
             log.warning(
                 "lean_ddp: the checkpoint was saved in a round of outer, which this run does not have: it"
                 " goes on from the last meeting; %d step(s) are lost.",
-                self._saved["position"],
+                steps_since(self._saved),
             )

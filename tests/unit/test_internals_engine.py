@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +53,30 @@ def test_weight_averaging_is_recognised(monkeypatch):
     assert not trainer_seams.averages_weights(SimpleNamespace())
     monkeypatch.delattr(callbacks, "WeightAveraging")
     assert trainer_seams.averages_weights(trainer(swa))
+
+
+def test_a_context_is_around_each_validation_of_a_fit():
+    steps: list[str] = []
+
+    @contextlib.contextmanager
+    def context():
+        steps.append("in")
+        yield
+        steps.append("out")
+
+    class Loop:
+        def run(self):
+            steps.append("run")
+            return "found"
+
+    loop = Loop()
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=loop)))
+    undo = trainer_seams.around_validation(trainer, context)
+    assert loop.run() == "found"
+    assert steps == ["in", "run", "out"]
+    undo()
+    assert "run" not in vars(loop)
+    trainer_seams.around_validation(SimpleNamespace(fit_loop=SimpleNamespace()), context)()
 
 
 def test_the_last_step_is_known_by_its_number_or_by_its_batch():

@@ -76,7 +76,7 @@ class Layout:
         return [[slot.index for slot in bucket.slots] for bucket in self.buckets]
 
     def live(
-        self, partition: int | None, passed: frozenset[int | str] = frozenset()
+        self, partitions: frozenset[int] | None, passed: frozenset[int | str] = frozenset()
     ) -> frozenset[int]:
         """What takes part in a reduction: numbers of buckets, and ``~number`` of each sparse slot.
 
@@ -88,7 +88,7 @@ class Layout:
         return frozenset(
             number
             for number, slots in places.items()
-            if partition in (None, slots[0].partition)
+            if (partitions is None or slots[0].partition in partitions)
             and (number in passed or any(slot.param.requires_grad for slot in slots))
         )
 

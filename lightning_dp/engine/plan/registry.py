@@ -82,7 +82,7 @@ class Registry:
     Args:
         module: The user's module.
         device: This rank's device.
-        partition_of: Tells which parameters may share a bucket: those with equal numbers.
+        partition_of: Tells by name and parameter which may share a bucket: those with equal numbers.
         sliced: Tells by name and parameter whether its optimizer updates slices of buckets.
     """
 
@@ -90,7 +90,7 @@ class Registry:
         self,
         module: nn.Module,
         device: torch.device,
-        partition_of: Callable[[nn.Parameter], int] = lambda _: 0,
+        partition_of: Callable[[str, nn.Parameter], int] = lambda *_: 0,
         sliced: Callable[[str, nn.Parameter], bool] = lambda *_: False,
     ) -> None:
         self.module = module
@@ -126,7 +126,7 @@ class Registry:
             self._give_optimizer(slot)
 
     def _give_optimizer(self, slot: Slot) -> None:
-        slot.partition = self.partition_of(slot.param)
+        slot.partition = self.partition_of(slot.name, slot.param)
         slot.sliced = not slot.expects_sparse and self.sliced(slot.name, slot.param)
 
     def drop_removed(self) -> list[Slot]:

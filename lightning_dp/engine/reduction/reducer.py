@@ -60,8 +60,8 @@ class Reducer:
         window: Says whether a backward reduces, and what it weighs.
         wire: How buckets travel; default: one all-reduce each.
         options: How buckets are cut.
-        partition_of: Parameters with different numbers never share a bucket (one per optimizer, so
-            that a GAN's discriminator is not sent with its generator).
+        partition_of: Tells a number by name and parameter; those with different ones never share a bucket
+            (one per optimizer, so that a GAN's discriminator is not sent with its generator).
         sliced: Tells by name and parameter whether its optimizer updates slices of buckets.
         deferred: Name patterns of parameters to send last from the start (``"decoder.*"``).
         check_finite: ``"off"``, ``"warn"`` or ``"raise"``: look at local gradients before they are sent.
@@ -78,7 +78,7 @@ class Reducer:
         wire: Wire | None = None,
         options: LayoutOptions | None = None,
         *,
-        partition_of: Callable[[nn.Parameter], int] = lambda _: 0,
+        partition_of: Callable[[str, nn.Parameter], int] = lambda *_: 0,
         sliced: Callable[[str, nn.Parameter], bool] = lambda *_: False,
         deferred: Sequence[str] = (),
         check_finite: str = "off",
@@ -110,7 +110,8 @@ class Reducer:
             supervision or Supervision(),
         )
         self._reduction: Reduction | None = None
-        self._known: dict[int | None, frozenset[int]] = {}  # what was sent last, by partition
+        self._sent: Reduction | None = None  # is under way while other backwards run
+        self._known: dict[frozenset[int] | None, frozenset[int]] = {}  # sent last, by partitions
         self._passed: frozenset[int | str] = frozenset()  # trained earlier in the window
         self._unread: tuple[Reading, Outcome, int, float] | None = None
         self._last: tuple[Tensor, float] | None = None  # the last control block and its reference
@@ -143,7 +144,7 @@ class Reducer:
         self._handles.clear()
         self.take_norms(None)
         self.wire.close()
-        self._reduction = None
+        self._reduction = self._sent = None
         for slot in self.registry.slots:
             slot.bucket = slot.view = slot.grad_view = slot.local_grad = None
         self.layout.buckets.clear()
@@ -157,7 +158,8 @@ class Reducer:
         """
         if self._reduction is not None:
             return 0
-        buckets = [bucket for bucket in self.layout.buckets if bucket.should_release()]
+        busy = self._sent.sequence if self._sent is not None else ()
+        buckets = [b for b in self.layout.buckets if b not in busy and b.should_release()]
         return sum(bucket.nbytes for bucket in buckets if bucket.release())
 
     def take_norms(self, every: int | None) -> None:
@@ -204,16 +206,47 @@ class Reducer:
 
             loss.register_hook(seams.not_traced(on_loss))  # type: ignore[no-untyped-call]
 
-    def reduce_now(self, partition: int | None = None) -> None:
+    def reduce_now(self, partitions: frozenset[int] | None = None) -> None:
         """Average the gradients that are there, outside of any backward.
 
         Args:
-            partition: Only buckets of this partition; ``None`` means all.
+            partitions: Only buckets of these partitions; ``None`` means all.
 
         Collective: every rank, once per call. Blocks (on CUDA: the stream only). Nothing overlaps.
         """
         if self._reduction is None and not self.nested:
-            self._begin(-1, partition)
+            self._begin(-1, partitions)
+        self.finalize()
+
+    def send_now(self, partitions: frozenset[int] | None = None) -> bool:
+        """Begin what :meth:`reduce_now` does; other windows, of this rank's own, may follow.
+
+        Returns:
+            Whether they are under way, for :meth:`receive`. Otherwise ranks had to plan, and it is done.
+
+        Collective: every rank, once per call. Blocks only while ranks agree.
+        """
+        assert self._sent is None
+        reduction = self._begin(-1, partitions)
+        under_way = reduction.send()
+        if under_way:
+            self._sent, self._reduction = reduction, None
+            self.window.reset()
+        else:
+            self.finalize()
+        return under_way
+
+    def poll(self) -> None:
+        """Move on what is under way, where that is not done in the background. Does not block."""
+        for _, work in self._sent.in_flight if self._sent is not None else ():
+            getattr(work, "is_completed", bool)()
+
+    def receive(self) -> None:
+        """Wait for what :meth:`send_now` sent; ``.grad`` holds the means. Raises: as :meth:`finalize`.
+
+        Collective: every rank, at the same step. Blocks (on CUDA: the stream only).
+        """
+        self._reduction, self._sent = self._sent, None
         self.finalize()
 
     def end_alone(self) -> None:
@@ -237,27 +270,19 @@ class Reducer:
             return
         try:
             outcome = reduction.finish()
-            self._known[reduction.partition] = reduction.live
-            self._act(outcome)
+            self._known[reduction.partitions] = reduction.live
+            self._act(outcome, reduction.window)
             if reduction.arrivals is not None:
                 times = reduction.times
-                retune(
-                    self.layout,
-                    self.registry,
-                    self.group,
-                    reduction.sequence,
-                    reduction.arrivals,
-                    times.begin,
-                    times.backward_end,
-                    self.wire.ratio,
-                )
+                timed = reduction.arrivals, times.begin, times.backward_end, self.wire.ratio
+                retune(self.layout, self.registry, self.group, reduction.sequence, *timed)
                 self.wire.forget()
             if self._passed:
                 waiting = {slot.name for slot in self.registry.unplanned()}
                 left = self._passed - reduction.live
                 self._passed = frozenset(p for p in left if isinstance(p, int) or p in waiting)
             if outcome.new_buckets or reduction.arrivals is not None:
-                self._known = {reduction.partition: self.layout.live(reduction.partition)}
+                self._known = {reduction.partitions: self.layout.live(reduction.partitions)}
         except BaseException:
             copies.clear(self.registry.slots)
             raise
@@ -277,6 +302,9 @@ class Reducer:
         Collective: completes the reduction's collectives. Waits a few seconds at most, never raises.
         """
         reduction, self._reduction = self._reduction, None
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            sent.abandon()  # all of it has left: nobody waits for more
         if reduction is None:
             return
         self._passed = frozenset()
@@ -337,7 +365,7 @@ class Reducer:
         seams.queue_end_of_backward(self._end_of_backward)
         return reduction
 
-    def _begin(self, task: int, partition: int | None) -> Reduction:
+    def _begin(self, task: int, partitions: frozenset[int] | None) -> Reduction:
         self.settle()  # before anything is sent: what raises must raise on all ranks alike
         self.reductions += 1
         checked = self.check_finite != "off"
@@ -345,8 +373,8 @@ class Reducer:
             self._parts,
             self.reductions,
             task,
-            partition,
-            known=self._known.get(partition),
+            partitions,
+            known=self._known.get(partitions),
             passed=self._passed,
             check_finite=checked,
             norms=self.norms,
@@ -369,7 +397,7 @@ class Reducer:
 
     # What a finished reduction leaves
 
-    def _act(self, outcome: Outcome) -> None:
+    def _act(self, outcome: Outcome, window: AccumulationWindow) -> None:
         """Keep the totals; act on the control block, now or, on an accelerator, before the next reduction.
 
         Collective: every rank exchanges names, only if something was reported. Blocks then.
@@ -381,7 +409,7 @@ class Reducer:
         if outcome.control is None:
             return
         read_now = self.group.host_reads_are_free or self.reductions <= LEARNING_REDUCTIONS
-        block, window = outcome.control.clone(), self.window
+        block = outcome.control.clone()
         self._last = block, window.reference
         self._unread = Reading(block, copy=not read_now), outcome, window.step, window.reference
         if read_now:

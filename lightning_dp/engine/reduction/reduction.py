@@ -11,6 +11,7 @@ flight is touched; the fact travels in the control block and every rank raises.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -45,7 +46,7 @@ class Reduction:
         parts: What it works with.
         number: Counts reductions; slots remember in which they fired.
         task: Autograd's number of the outermost graph task.
-        partition: Only buckets of this partition; ``None`` means all.
+        partitions: Only buckets of these partitions; ``None`` means all.
         known: What all ranks sent the last time; if it is something else now, ranks compare it first
             ([Note: buckets that meet by accident]).
         passed: What was trainable in earlier micro-batches of the window, and is sent though it may be
@@ -67,7 +68,7 @@ class Reduction:
         parts: Parts,
         number: int,
         task: int,
-        partition: int | None = None,
+        partitions: frozenset[int] | None = None,
         *,
         known: frozenset[int] | None = None,
         passed: frozenset[int | str] = frozenset(),
@@ -76,10 +77,9 @@ class Reduction:
         zero_bad: bool = False,
         times: ReductionTimes | None = None,
     ) -> None:
-        self.parts = parts
-        self.number = number
-        self.task = task
-        self.partition = partition
+        self.parts, self.number, self.task = parts, number, task
+        self.partitions = partitions
+        self.window = parts.window  # once it was sent: as it was then
         self.arrivals: dict[int, float] | None = None
         self.times = times or ReductionTimes()
         self.waiting_for: Bucket | None = None
@@ -98,9 +98,10 @@ class Reduction:
         self._repeated: set[int] = set()
         self._nested: set[int] = set()
         self._passed = passed
-        self.live = parts.layout.live(partition, passed)
+        self.live = parts.layout.live(partitions, passed)
         self.sequence, self._early = self._plan_launches()
-        agreed = parts.group.host_reads_are_free and known in (None, self.live)
+        self._is_common = known in (None, self.live)
+        agreed = parts.group.host_reads_are_free and self._is_common
         self._opening = self._open() if (self.live or known) and not agreed else None
 
     def _plan_launches(self) -> tuple[list[Bucket], int]:
@@ -222,6 +223,27 @@ class Reduction:
 
     # Its end
 
+    def send(self) -> bool:
+        """Send what has not left, and do not wait for it; :meth:`finish` does.
+
+        Returns:
+            Whether everything is under way. Otherwise ranks must plan buckets first: finish it at once.
+
+        Collective: every rank, once. Blocks only if something changed since the last time on this rank.
+        """
+        parts = self.parts
+        if parts.buffers is not None and parts.window.ends:
+            self._buffers = parts.buffers.changed()
+        self._new = self._unplanned()
+        for each in self._lookers:
+            each.look_sparse(parts.registry.slots)
+        if not self._is_common:
+            self._wait_for_opening()
+        self.window = copy.copy(parts.window)
+        sends = self.sequence or (self._sparse() and not self._new)
+        self._sent = self._send_rest(new=bool(self._new)) if sends else None
+        return not self._new and not self._sparse()
+
     def finish(self) -> Outcome:
         """Send what is left, wait, give gradients back.
 
@@ -235,24 +257,22 @@ class Reduction:
         Collective: every rank, once. Blocks (on CUDA: the stream only).
         """
         parts = self.parts
-        if parts.buffers is not None and parts.window.ends:
-            self._buffers = parts.buffers.changed()
-        outcome = Outcome(buffers=self._buffers, finite=self._finite)
+        outcome = Outcome(finite=self._finite)
         if not parts.group.reduces:
             outcome.control = self._finish_alone()
             return outcome
-        unplanned = self._unplanned()
-        for each in self._lookers:
-            each.look_sparse(parts.registry.slots)
         self._wait_for_opening()
-        if self.sequence or (self._sparse() and not unplanned):
-            outcome.control = self._round(new=bool(unplanned))
-        if self._needs_second_round(outcome.control, unplanned):
-            outcome.agreement = agree(self._profile(unplanned), parts.group, parts.registry.names)
+        if self.window is parts.window:
+            self.send()
+        outcome.buffers = self._buffers
+        if self._sent is not None:
+            outcome.control = self._receive(*self._sent)
+        if self._needs_second_round(outcome.control, self._new):
+            outcome.agreement = agree(self._profile(self._new), parts.group, parts.registry.names)
             self.sequence = parts.layout.extend(outcome.agreement, parts.registry.slots)
             outcome.new_buckets = self.sequence
             self.launched = 0
-            later = self._round(new=False)
+            later = self._receive(*self._send_rest(new=False))
             outcome.control = later if outcome.control is None else outcome.control
         sparse = self._sparse()
         if outcome.control is not None and sparse and not _has_failed(outcome.control):
@@ -304,7 +324,7 @@ class Reduction:
 
     def _takes_part(self, slot: Slot) -> bool:
         trained = slot.param.requires_grad or slot.name in self._passed
-        return trained and self.partition in (None, slot.partition)
+        return trained and (self.partitions is None or slot.partition in self.partitions)
 
     def _needs_second_round(self, control: Tensor | None, unplanned: list[Slot]) -> bool:
         """Whether some rank has parameters without a bucket, and no rank has failed."""
@@ -333,16 +353,14 @@ class Reduction:
             error=error,
         )
 
-    def _round(self, *, new: bool) -> Tensor:
-        """Send the rest of ``sequence``, give gradients back; return the reduced control block.
+    def _receive(self, message: Tensor | None, work: InFlight | None) -> Tensor:
+        """Wait for what :meth:`_send_rest` sent, give gradients back; return the reduced control block.
 
-        Collective: every rank. One collective a bucket, and a small one only where no bucket can carry the
-        control block (all-half-precision models, communication hooks).
+        Collective: completes what every rank has started. Blocks (on CUDA: the stream only).
         """
-        carried, work = self._send_rest(new=new)
         for bucket, _ in self.in_flight:
             copies.copy_out_used(bucket)  # in the shadow of the collectives
-        control = self._wait(carried, work)
+        control = self._wait(message, work)
         buckets = [bucket for bucket, _ in self.in_flight]
         factor = self._scale_of(control)
         for bucket in buckets:
@@ -364,6 +382,9 @@ class Reduction:
 
         Returns:
             Where no bucket carries it: the message with the control block, and its collective.
+
+        Collective: every rank. One a bucket, and a small one only where no bucket can carry the control
+        block (all-half-precision models, communication hooks). Does not block.
         """
         group, wire = self.parts.group, self.parts.wire
         control = self._news(new=new, error=error)
@@ -385,20 +406,17 @@ class Reduction:
         return message, dist.all_reduce(message, op=op, group=group.process_group, async_op=True)
 
     def _news(self, *, new: bool, error: bool) -> dict[int, float | Tensor]:
-        backward_s = now() - self.times.begin
+        backward_s, buffers = now() - self.times.begin, self.parts.buffers
         return {
             Control.BACKWARD_S: backward_s,
             Control.BACKWARD_S2: backward_s**2,
             Control.LATE: len(self._late),
             Control.NEW: new,
-            Control.BUFFERS: len(self._buffers) or self._sampled_difference(),
+            Control.BUFFERS: len(self._buffers)
+            or (buffers.sampled_difference() if buffers else 0.0),
             Control.ERROR: error,
             Control.FAILED_RANK: self.parts.group.rank + 1 if error else 0,
         }
-
-    def _sampled_difference(self) -> Tensor | float:
-        buffers = self.parts.buffers
-        return buffers.sampled_difference() if buffers is not None else 0.0
 
     def _wait(self, message: Tensor | None, work: InFlight | None) -> Tensor:
         """Wait for every collective; return the reduced control block."""
@@ -425,7 +443,7 @@ class Reduction:
 
     def _scale_of(self, control: Tensor) -> Tensor | float:
         """What a mean over ranks must be multiplied with to be the window's weighted mean."""
-        window = self.parts.window
+        window = self.window
         mean: float | None = None
         if self.parts.group.host_reads_are_free:
             mean = float(control[Control.WEIGHT])
@@ -448,9 +466,13 @@ class Reduction:
         except Exception:  # whatever it is, the error of this rank is the one that matters
             done = False
         if not done:
-            for bucket, _ in self.in_flight:
-                bucket.abandon()  # what ends later must not write into a later step's gradients
+            self.abandon()
         copies.clear(self.parts.registry.slots)
+
+    def abandon(self) -> None:
+        """Wait for nothing: what ends later must not write into a later step's gradients. Local."""
+        for bucket, _ in self.in_flight:
+            bucket.abandon()
 
     def _complete(self, error: BaseException) -> list[Any]:
         """Send zeros and the error; return the collectives that are under way."""

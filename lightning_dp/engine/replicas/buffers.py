@@ -216,6 +216,10 @@ class BufferKeeper:
                 some_names(sorted(new)),
             )
 
+    def note_forward(self) -> None:
+        """A forward of training follows, which may write statistics. Local."""
+        self._dirty = True
+
     def before_step(self) -> None:
         """Before a window's first forward: make equal what the graph will read.
 
@@ -224,7 +228,7 @@ class BufferKeeper:
         """
         if not self.active:
             return
-        self._dirty = True  # the forward that follows may write statistics, also without a backward
+        self.note_forward()  # also without a backward
         if self._look_again:
             # What an evaluation or a checkpoint changed (weights swapped in and out) is not training's.
             self._look_again = False

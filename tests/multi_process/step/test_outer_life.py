@@ -327,7 +327,13 @@ def test_what_cannot_train_with_few_meetings_is_refused_at_the_start():
     [
         ({"outer": {"optimizer": {"lr": 1.0}}}, "outer needs 'every'"),
         ({"outer": {"every": 0}}, "outer.every=0 is not possible"),
-        ({"outer": {"every": 5, "fragments": 2}}, "outer has no 'fragments'; it takes 'every'"),
+        ({"outer": {"every": 5, "fragment": 2}}, "outer has no 'fragment'; it takes 'every'"),
+        ({"outer": {"every": 5, "fragments": 6}}, "outer.fragments=6 is more than outer.every=5"),
+        (
+            {"outer": {"every": 5, "fragments": 2, "delay": 3}},
+            r"more than the 2 step\(s\) from one",
+        ),
+        ({"outer": {"every": 5, "mix": 1.0}}, "outer.mix=1.0 is not possible"),
         ({"outer": {"every": 5, "optimizer": {"beta": 1}}}, "outer.optimizer has no 'beta'"),
         (
             {"outer": {"every": 5, "optimizer": {"momentum": 0, "nesterov": True}}},
