@@ -3,8 +3,8 @@
 Sections: loopback, accumulate, link (1 Gbit/s between two test hosts; needs root and iproute2), rates
 (10 Mbit/s to 10 Gbit/s, with a plot), wires and wire_rates (the same with gradients in bf16 and int8
 and with torch's hooks), timeline (a picture of one step at 1 Gbit/s), scaling, memory, sampler, outer
-(accuracy with few meetings). What the machine was and what was printed goes into
-``benchmarks/results/``, also where we are slower.
+(few meetings: accuracy, and a step at 1 Gbit/s beside one without synchronisation). What the machine was
+and what was printed goes into ``benchmarks/results/``, also where we are slower.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ FLAGS = ["ddp:gradient_as_bucket_view=true", "ddp:static_graph=true"]
 WIRES = ['lean:wire="bf16"', 'lean:wire="int8"']
 HOOKS = ["hook:fp16", "hook:powerSGD"]  # torch's bf16 hook refuses gloo
 OVER_GLOO = "lean:shared_memory=false"  # as between machines
+ROUNDS = ["--mean", "--warm-up", "60", "--steps", "100", "--rounds", "3"]
+MEETINGS = [  # braces are doubled: files are filled in
+    'lean:outer={{"every":50}}',
+    'lean:outer={{"every":50,"fragments":3,"delay":5}}',
+]
 
 WIRES_OVER_GLOO = [f"{wire},shared_memory=false" for wire in WIRES]
 
@@ -86,7 +91,10 @@ SECTIONS: dict[str, list[list[str]]] = {
     "sampler": [[sys.executable, "-m", "benchmarks.sampler"]],
     "plan": [[sys.executable, "-m", "benchmarks.plan", *OUT]],
     "large_batch": [[sys.executable, "-m", "benchmarks.large_batch", *OUT]],
-    "outer": [[sys.executable, "-m", "benchmarks.outer"]],
+    "outer": [
+        [sys.executable, "-m", "benchmarks.outer"],
+        link("1gbit", "--models", "mlp", *ROUNDS, "--contenders", "alone", *MEETINGS, "lean"),
+    ],
 }
 
 

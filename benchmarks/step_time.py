@@ -16,6 +16,7 @@ import gc
 import json
 import logging
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def contender(name: str):
     kind, _, text = name.partition(":")
     if kind == "hook":
         return DDPStrategy(cluster_environment=LightningEnvironment(), **HOOKS[text]())
-    options = dict(part.split("=") for part in text.split(",") if part)
+    parts = re.split(r",(?![^{]*})", text)  # not inside a mapping
+    options = dict(part.split("=", 1) for part in parts if part)
     options = {key: json.loads(value) for key, value in options.items()}
     cls = {"ddp": DDPStrategy, "lean": LeanDDPStrategy, "alone": NoSync}[kind]
     return cls(cluster_environment=LightningEnvironment(), **options)
@@ -103,23 +105,23 @@ def bare_trainer(name, world_size, *callbacks, device="cpu", **more):
     )
 
 
-def one_fit(name, model, steps, accumulate, world_size, device):
-    module = job(model)
-    clock = Clock(WARM_UP * accumulate)
+def one_fit(name, model, args):
+    module, steps, accumulate = job(model), args.steps, args.accumulate
+    clock = Clock(args.warm_up * accumulate)
     trainer = bare_trainer(
-        name, world_size, clock, device=device, accumulate_grad_batches=accumulate
+        name, args.ranks, clock, device=args.device, accumulate_grad_batches=accumulate
     )
     # What the fits before left would be collected in the midst of this one, on each rank at another step:
     # 0.2 s, more than ten steps of the small models.
     gc.collect()
     gc.freeze()
-    trainer.fit(module, module.loader((steps + WARM_UP) * accumulate + 1))
+    trainer.fit(module, module.loader((steps + args.warm_up) * accumulate + 1))
     gc.unfreeze()
 
     def per_step(values):
-        """Milliseconds of an optimizer step: a window's batches together, the median window."""
+        """Milliseconds of an optimizer step: a window's batches together, the median window or the mean."""
         windows = [sum(values[i : i + accumulate]) for i in range(0, len(values), accumulate)]
-        return 1e3 * statistics.median(windows)
+        return 1e3 * (statistics.mean if args.mean else statistics.median)(windows)
 
     return per_step(clock.wall), per_step(clock.cpu), clock.bytes, clock.exposed
 
@@ -155,9 +157,7 @@ def measure(args):
             order = list(args.contenders)
             order = order[number % len(order) :] + order[: number % len(order)]
             for name in order:
-                wall, cpu, nbytes, exposed = one_fit(
-                    name, model, args.steps, args.accumulate, world_size, args.device
-                )
+                wall, cpu, nbytes, exposed = one_fit(name, model, args)
                 both = torch.tensor([wall, cpu])
                 dist.all_reduce(both, op=dist.ReduceOp.MAX)  # the slowest rank is the step
                 rounds[name].append((*both.tolist(), nbytes, exposed))
@@ -248,6 +248,10 @@ def main():
     parser.add_argument("--contenders", nargs="+", default=["ddp", "lean", "alone"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps that do not count")
+    parser.add_argument(
+        "--mean", action="store_true", help="not the median: where one step in many does more"
+    )
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
