@@ -1,4 +1,4 @@
-"""Sum buckets through shared memory, where all ranks run on one machine.
+"""Sum buckets, and bring parts to all, through shared memory, where all ranks run on one machine.
 
 gloo sends every byte through the kernel's network code, also to a neighbour on the same machine. Here a
 rank reads its neighbours' gradients where they lie. Linux, CPU, at most ``MOST_RANKS`` ranks, all in one
@@ -10,7 +10,8 @@ sum is made in the order of ranks, so that it is the same to the byte on all of 
 itself where they are two or the slice is small; otherwise each adds a share of the slice, writes the sum
 over its own numbers in its slot, and copies the others' shares when they have told that they are there.
 That reads ``2 (K - 1) / K`` slices, not ``K - 1``, for one more turn of news. A slot is used again when
-everybody has read it. Numbers of half precision are added in fp32 and rounded once.
+everybody has read it. Numbers of half precision are added in fp32 and rounded once. What is brought to all
+and not summed goes the same way: a rank copies its part into its slots, and the others' out of theirs.
 
 [Note: no thread] Nothing happens in the background: the ring moves when a bucket leaves and while the host
 waits. The backward keeps its core busy, and a thread beside it would only take turns with it. Starting a
@@ -23,8 +24,10 @@ import contextlib
 import select
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -51,10 +54,10 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)  # as a process group's
 
 
 class Sum:
-    """One sum under way.
+    """One sum, or one gather, under way.
 
     Attributes:
-        done: Whether ``flat`` holds the sum.
+        done: Whether its result is there.
         ended: When it was done, in seconds of ``time.perf_counter``.
     """
 
@@ -64,7 +67,7 @@ class Sum:
         self.ended = 0.0
 
     def wait(self) -> None:
-        """Return when the sum is there. Python's signal handlers run meanwhile.
+        """Return when the result is there. Python's signal handlers run meanwhile.
 
         Raises:
             RuntimeError: A rank that is needed has closed its connection, or the time ran out.
@@ -80,9 +83,24 @@ class Sum:
             self._memory.advance()
 
     def is_completed(self) -> bool:
-        """Whether the sum is there, or will never be; moves on what can be moved. Does not block."""
+        """Whether the result is there, or will never be; moves on what can be moved. Does not block."""
         self._memory.advance()
         return self.done or self._memory.is_lost
+
+
+@dataclass
+class Part:
+    """What takes one slot of each rank's ring.
+
+    Attributes:
+        flat: A slice of a sum; empty in a gather.
+        rows: In a gather the bytes that come from each rank, where they belong in this rank's memory.
+        ends: The sum or gather of which it is the last part.
+    """
+
+    flat: Tensor
+    rows: Sequence[Sequence[Tensor]] = ()
+    ends: Sum | None = None
 
 
 class SharedMemory:
@@ -105,9 +123,9 @@ class SharedMemory:
         self._rings.insert(rank, ring)
         self._slots: dict[torch.dtype, list[list[Tensor]]] = {}  # [slot][rank], and scratch memory
         self._cut: dict[tuple[torch.dtype, int, int], tuple[list[Tensor], list[Tensor]]] = {}
-        self._to_write: deque[Tensor] = deque()
-        self._to_add: deque[Tensor] = deque()
-        self._to_read: deque[tuple[Tensor, Sum | None]] = deque()
+        self._to_write: deque[Part] = deque()
+        self._to_add: deque[Part] = deque()
+        self._to_read: deque[Part] = deque()
         self._written = self._added = self._read = self._told_read = 0
         self._wide = torch.empty(2, 0)  # fp32, for sums of half types
         self._poll = select.poll()
@@ -148,13 +166,29 @@ class SharedMemory:
 
         Collective: every rank, same order. Does not block.
         """
+        flats = flat.detach().split(SLICE_BYTES // flat.element_size())  # type: ignore[no-untyped-call]
+        return self._start([Part(each) for each in flats])
+
+    def gather(self, rows: Sequence[Sequence[Tensor]]) -> Sum:
+        """Start to bring every rank's part to all, into the memory of ``rows``.
+
+        Args:
+            rows: For each rank what comes from it: flat tensors on the CPU, of the same types and sizes on
+                all ranks. This rank's own are read, the others' are written. Not to be touched before the
+                result was waited for.
+
+        Collective: every rank, same order. Does not block.
+        """
+        cut = [_cut(row, SLICE_BYTES) for row in rows]
+        nothing = torch.empty(0)
+        parts = [Part(nothing, each) for each in zip_longest(*cut, fillvalue=())]
+        return self._start(parts or [Part(nothing, [()] * len(rows))])
+
+    def _start(self, parts: list[Part]) -> Sum:
         self._check_open()
-        started = Sum(self)
-        parts = flat.detach().split(SLICE_BYTES // flat.element_size())  # type: ignore[no-untyped-call]
-        self._to_write.extend(parts)
-        self._to_add.extend(parts)
-        self._to_read.extend((part, None) for part in parts[:-1])
-        self._to_read.append((parts[-1], started))
+        started = parts[-1].ends = Sum(self)
+        for queue in (self._to_write, self._to_add, self._to_read):
+            queue.extend(parts)
         self.advance()
         return started
 
@@ -192,15 +226,22 @@ class SharedMemory:
         limit = min(peer.read for peer in self._peers) + SLOTS
         while self._to_write and self._written < limit:
             part = self._to_write.popleft()
-            self._of_slot(self._written, part)[self.rank].copy_(part)
+            if part.rows:
+                mine = part.rows[self.rank]
+                for place, tensor in zip(
+                    self._places(self.rank, self._written, mine), mine, strict=True
+                ):
+                    place.copy_(tensor)
+            else:
+                self._of_slot(self._written, part.flat)[self.rank].copy_(part.flat)
             self._written += 1
         if self._written != before:
             self._tell()  # now, so that they can begin
 
     def _add_next(self) -> bool:
         """Add this rank's share of the next slice; return whether it is one that ranks share."""
-        part = self._to_add.popleft()
-        shared = self._is_shared(part)
+        shared = self._is_shared(self._to_add[0])
+        part = self._to_add.popleft().flat
         if shared:
             mine = self._shares(part)[self.rank]
             terms, _ = self._shares_of_slot(self._added, part)
@@ -211,14 +252,20 @@ class SharedMemory:
 
     def _read_next(self) -> None:
         """Complete the next slice: add it, or copy the others' shares."""
-        part, ends = self._to_read.popleft()
-        if self._is_shared(part):
-            shares = self._shares(part)
+        part = self._to_read.popleft()
+        flat, ends = part.flat, part.ends
+        if part.rows:
+            for rank, theirs in enumerate(part.rows):
+                places = self._places(rank, self._read, theirs) if rank != self.rank else ()
+                for place, tensor in zip(places, theirs, strict=False):
+                    tensor.copy_(place)
+        elif self._is_shared(part):
+            shares = self._shares(flat)
             del shares[self.rank]
-            _, theirs = self._shares_of_slot(self._read, part)
-            torch._foreach_copy_(shares, theirs)
+            _, sums = self._shares_of_slot(self._read, flat)
+            torch._foreach_copy_(shares, sums)
         else:
-            self._add(part, self._of_slot(self._read, part))
+            self._add(flat, self._of_slot(self._read, flat))
         self._read += 1
         if ends is not None:
             ends.done, ends.ended = True, time.perf_counter()
@@ -264,7 +311,7 @@ class SharedMemory:
 
     def _lacks(self, peer: Peer) -> bool:
         """Whether the next slice cannot be completed yet for want of ``peer``'s part in it."""
-        there = peer.added if self._is_shared(self._to_read[0][0]) else peer.written
+        there = peer.added if self._is_shared(self._to_read[0]) else peer.written
         return there <= self._read
 
     def _tell(self) -> None:
@@ -272,9 +319,16 @@ class SharedMemory:
         for peer in self._peers:
             peer.tell(self._written, self._added, self._read)
 
-    def _is_shared(self, part: Tensor) -> bool:
+    def _is_shared(self, part: Part) -> bool:
         """Whether each rank adds a share of ``part``; the same on all ranks."""
-        return len(self._rings) >= SHARED_FROM and part.nbytes >= LEAST_SHARED_BYTES
+        return len(self._rings) >= SHARED_FROM and part.flat.nbytes >= LEAST_SHARED_BYTES
+
+    def _places(self, rank: int, number: int, row: Sequence[Tensor]) -> list[Tensor]:
+        """Where in ``rank``'s slot of slice ``number`` the bytes of ``row`` lie."""
+        first = number % SLOTS * SLICE_BYTES
+        sizes = [each.numel() for each in row]
+        slot = self._rings[rank][first : first + sum(sizes)]
+        return list(slot.split(sizes))  # type: ignore[no-untyped-call]
 
     def _shares(self, part: Tensor) -> list[Tensor]:
         """``part``, cut into what each rank adds: whole vectors of the processor."""
@@ -328,6 +382,21 @@ class SharedMemory:
         for term in terms[1:]:
             total.add_(wide.copy_(term))  # two steps are faster than an addition of two types
         part.copy_(total)
+
+
+def _cut(row: Sequence[Tensor], nbytes: int) -> list[list[Tensor]]:
+    """The bytes of ``row``'s tensors, ``nbytes`` a list."""
+    parts: list[list[Tensor]] = []
+    room = 0
+    for tensor in row:
+        rest = tensor.view(torch.uint8)
+        while rest.numel():
+            if not room:
+                parts.append([])
+                room = nbytes
+            parts[-1].append(rest[:room])
+            rest, room = rest[room:], max(0, room - rest.numel())
+    return parts
 
 
 class SharedMemoryWire(Stateless):

@@ -69,6 +69,48 @@ def _sums(rank, world_size, dtype):
     assert all(one.done and one.ended > 0 for one in sums)
 
 
+SIZES = (3, FLOATS + 5, 0, 1, 2 * RING // 3, 17)  # elements of rank 0's tensors; others' are fewer
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.float32, torch.bool)
+
+
+def _rows(rank: int, world_size: int) -> list[list[torch.Tensor]]:
+    """For each rank its tensors, where they are this rank's own; zeros elsewhere."""
+    rows = []
+    for other in range(world_size):
+        sizes = [n // (other + 1) for n in SIZES[: len(SIZES) - other]]
+        torch.manual_seed(other)
+        full = [(100 * torch.randn(n)).to(t) for n, t in zip(sizes, DTYPES, strict=False)]
+        rows.append(full if other == rank or rank < 0 else [torch.zeros_like(t) for t in full])
+    return rows
+
+
+def _gathers(rank: int, world_size: int) -> None:
+    """Parts of any type and size, between sums and more than the ring holds, come as they were."""
+    memory = meet()
+    expected = _rows(-1, world_size)
+    expected[0][0][0] = float("nan")
+    for _ in range(2):
+        rows = _rows(rank, world_size)
+        if rank == 0:
+            rows[0][0][0] = float("nan")
+            rows[0][0][1] = -0.0
+        expected[0][0][1] = -0.0
+        mine = torch.full((FLOATS + 1,), float(rank))
+        total = memory.start(mine)
+        memory.gather(rows).wait()
+        total.wait()
+        assert torch.equal(mine, torch.full_like(mine, sum(range(world_size))))
+        for got, want in zip(rows, expected, strict=True):
+            for a, b in zip(got, want, strict=True):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    memory.gather([[] for _ in range(world_size)]).wait()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_ranks_parts_come_to_all_byte_by_byte(world_size):
+    run_ranks(_gathers, world_size)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_the_sum_is_that_in_the_order_of_ranks(world_size, dtype):
