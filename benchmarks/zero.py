@@ -34,6 +34,7 @@ STRATEGIES = {
     "ddp": "ddp",
     "lean": "lean",
     "lean zero=1": "lean:zero=1",
+    "lean zero=1, gather forward": 'lean:zero={"gather":"forward"}',
     "lean zero=1, all gradients": 'lean:zero={"gradients":"all"}',
     "lean zero=1, process group": "lean:zero=1,shared_memory=false",
     "lean, process group": "lean:shared_memory=false",

@@ -82,6 +82,7 @@ class WireOptions(_WireType, total=False):
 class Zero(TypedDict, total=False):
     """How the optimizer's state is divided between ranks."""
 
+    gather: Literal["step", "forward"]
     split: Literal["auto", "off"] | Sequence[str]
     gradients: Literal["auto", "own", "all"]
     except_: Sequence[str]
@@ -153,11 +154,13 @@ class EngineOptions(Checked):
         batch: ``{"global": 512, "micro": 16, "accumulate": "auto"}``: samples per optimizer step over
             all ranks and nodes, samples per rank and micro-batch; sets ``accumulate_grad_batches``.
         zero: 1 keeps each optimizer's state in equal shares, one a rank (ZeRO stage 1); 0 keeps all of
-            it on every rank. Or a mapping: ``split`` is ``"auto"``, ``"off"`` (whole tensors only), or
-            names of optimizer classes that update each parameter by itself; ``gradients``: a rank gets the
-            means of its ``"own"`` slices only, and zeros elsewhere, or of ``"all"`` (half as many bytes
-            more), or the latter where a hook may read them (``"auto"``); ``except_`` are patterns of
-            parameter names, or names of optimizer classes, whose state stays whole on every rank.
+            it on every rank. Or a mapping: ``gather``: updated parameters are back when the ``"step"``
+            ends, or while the next ``"forward"`` runs, each when it is read first; ``split`` is ``"auto"``,
+            ``"off"`` (whole tensors only), or names of optimizer classes that update each parameter by
+            itself; ``gradients``: a rank gets the means of its ``"own"`` slices only, and zeros elsewhere,
+            or of ``"all"`` (half as many bytes more), or the latter where a hook may read them
+            (``"auto"``); ``except_`` are patterns of parameter names, or names of optimizer classes, whose
+            state stays whole on every rank.
     """
 
     bucket_cap_mb: float | Literal["auto"] = "auto"

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.reduction.window import AccumulationWindow
 from lightning_dp.faults.waits import OPENINGS, EngineWait
@@ -18,10 +19,15 @@ class Engine(Protocol):
     Attributes:
         window: ``micro_batches`` is 0 between windows.
         reducer: None outside of training.
+        awaited: The bucket whose updated parameters are waited for now, if any are.
     """
 
     window: AccumulationWindow
     reducer: Reducer | None
+
+    @property
+    def awaited(self) -> Bucket | None:
+        """As above."""
 
 
 class View:
@@ -67,6 +73,10 @@ class View:
                 f"the ranks to say what they send in step {self.step} (here requires_grad changed)"
             )
             return EngineWait(begun, what, openings=openings, kind=OPENINGS)
+        awaited = self.engine.awaited
+        if awaited is not None:
+            what = f"the parameters of step {self.step} (bucket {awaited.index})"
+            return EngineWait(begun, what, tuple(awaited.names), openings)
         if bucket is None:
             return EngineWait(begun, openings=openings)
         what = f"the gradients of step {self.step} (bucket {bucket.index})"

@@ -54,18 +54,24 @@ class ShardedOptimizer:
         optimizer: Whose state is kept in shares.
         index: Its number, for messages.
         shares: Who updates what.
+        gather: Brings what each rank has updated to all.
         group: Who takes part.
     """
 
     def __init__(
-        self, optimizer: Optimizer, index: int, shares: Shares, group: ReplicaGroup
+        self,
+        optimizer: Optimizer,
+        index: int,
+        shares: Shares,
+        gather: ParameterGather,
+        group: ReplicaGroup,
     ) -> None:
         self.optimizer = optimizer
         self._what = f"optimizer {index} ({type(optimizer).__name__})"
         self._shares = shares
         self._group = group
         self._exchange = Exchange(shares)
-        self._gather = ParameterGather(shares, group)
+        self._gather = gather
         self._is_cut = False  # nothing in its state is whole that should be a part
         self._compared = False
         _IN_SHARES[optimizer] = shares
@@ -134,6 +140,7 @@ class ShardedOptimizer:
         return closed
 
     def _enter(self) -> None:
+        self._gather.finish()
         self._cut()
         self._exchange.enter(self.optimizer)
 
@@ -163,6 +170,7 @@ class ShardedOptimizer:
         def switch(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(optimizer, "optimizer", optimizer) is not self.optimizer:
                 return original(optimizer, *args, **kwargs)
+            self._gather.finish()
             self._cut()
             self._exchange.enter(self.optimizer, all_of_them=True)
             try:

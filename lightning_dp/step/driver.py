@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.registry import named_parameters
 from lightning_dp.engine.reduction.failure import Supervision
@@ -121,7 +122,8 @@ class StepDriver:
         self.optimizers = OptimizerGroups(optimizers)
         self.trainer = trainer
         self.reducer = self._make_reducer(optimizers, trainer)
-        self.zero.attach(self.reducer)
+        with self._supervision.connecting():
+            self.zero.attach(self.reducer, self.timeout)
         self.window.reduce_by_default(False)
         self.rounds.connect(trainer, self.reducer, self.keeper, self.fragments)
         self.hook.restore(self.reducer)
@@ -181,6 +183,11 @@ class StepDriver:
         self.zero.put_back()
         if self.reducer is not None:
             self.reducer.abort(error)
+
+    @property
+    def awaited(self) -> Bucket | None:
+        """The bucket whose updated parameters the host waits for now."""
+        return self.zero.waiting_for
 
     # One micro-batch
 
@@ -270,6 +277,7 @@ class StepDriver:
             scale = self._scale()
             searching = scale is not None and scale >= 1
             reducer.check_finite = "off" if searching else self.options.check_gradients
+        self.zero.finish()
         begin_norms(reducer, self._scaler())
         reducer.arm(loss)
 
@@ -385,11 +393,15 @@ class StepDriver:
 
         Collective: every rank, unless one is failing.
         """
-        if self.reducer is None or trainer_seams.is_unwinding(self.trainer):
+        if self.reducer is None:
+            return
+        if trainer_seams.is_unwinding(self.trainer):
+            self.zero.give_up()
             return
         if self.rounds.mid_round:
             return  # others are shown the last meeting's values
         if not between_steps:
+            self.zero.finish()
             self.reducer.settle()
         if self.keeper is not None:
             self.keeper.before_use(between_steps=between_steps)

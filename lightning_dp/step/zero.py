@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from fnmatch import fnmatch
 from types import CodeType
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_dp.engine.bucket import UNCUT, Slicing, Slot
+from lightning_dp.engine.bucket import UNCUT, Bucket, Slicing, Slot
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reduction.reducer import Reducer
+from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
 from lightning_dp.errors import ConfigError
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.lightning import pl
+from lightning_dp.optim.forward import ForwardGather
+from lightning_dp.optim.gather import ParameterGather
 from lightning_dp.optim.kinds import Sharding, Verdict, judge, of_parameter
 from lightning_dp.optim.readers import GradientReaders
 from lightning_dp.optim.sharded import ShardedOptimizer, make_whole
@@ -90,6 +94,8 @@ class ZeroState:
         keys: Mapping[str, Any] = self._option if isinstance(self._option, Mapping) else {}
         split = keys.get("split", "auto")
         self._gradients = keys.get("gradients", "auto")
+        self._gather_in = keys.get("gather", "step")
+        self._gather: ParameterGather | None = None
         self._slices = split != "off"
         self._known = () if isinstance(split, str) else tuple(split)
         self._except: tuple[str, ...] = tuple(keys.get("except_", ()))
@@ -213,8 +219,15 @@ class ZeroState:
         divides = any(verdict.sharding is not Sharding.REPLICATED for verdict in self._verdicts)
         return Slicing(group.world_size) if divides else UNCUT
 
-    def attach(self, reducer: Reducer) -> None:
-        """Hook the optimizers whose work is divided. Local."""
+    def attach(self, reducer: Reducer, timeout: timedelta | None) -> None:
+        """Hook the optimizers whose work is divided.
+
+        Args:
+            reducer: Whose parameters.
+            timeout: How long a collective may take; ``None`` is torch's default.
+
+        Collective: every rank. Blocks.
+        """
         group = reducer.group
 
         def sharding_of(slot: Slot) -> Sharding:
@@ -226,11 +239,44 @@ class ZeroState:
         if self.own_gradients and not reducer.wire.gathers:
             self._readers = GradientReaders(lambda: reducer.registry.slots, group)
         shares = Shares(reducer.layout, group.rank, group.world_size, sharding_of)
+        self._gather = gather = self._make_gather(shares, reducer, timeout)
         self._sharded = {
-            number: ShardedOptimizer(self._optimizers[number], number, shares, group)
+            number: ShardedOptimizer(self._optimizers[number], number, shares, gather, group)
             for number, verdict in enumerate(self._verdicts)
             if verdict.sharding is not Sharding.REPLICATED
         }
+
+    def _make_gather(
+        self, shares: Shares, reducer: Reducer, timeout: timedelta | None
+    ) -> ParameterGather:
+        """How updated parameters come to all ranks. Collective: every rank."""
+        wire, group, forward = reducer.wire, reducer.group, self._gather_in == "forward"
+        if isinstance(wire, SharedMemoryWire):
+            if forward and group.rank == 0:
+                log.info(
+                    "lean_ddp: zero: gather='forward' hides nothing where ranks share memory, which the"
+                    " host itself copies: parameters come back when the step ends."
+                )
+            return ParameterGather(shares, group, wire.memory)
+        if forward and any(each.sharding is not Sharding.REPLICATED for each in self._verdicts):
+            return ForwardGather.connect(shares, group, timeout)
+        return ParameterGather(shares, group)
+
+    def finish(self) -> None:
+        """Wait for parameters that are still on their way. Local."""
+        if self._gather is not None:
+            self._gather.finish()
+
+    def give_up(self) -> None:
+        """Training ends with an error: wait for parameters no more. Local."""
+        if self._gather is not None:
+            self._gather.give_up()
+
+    @property
+    def waiting_for(self) -> Bucket | None:
+        """The bucket whose updated parameters the host waits for, for a stall report."""
+        gather = self._gather
+        return gather.waiting_for if isinstance(gather, ForwardGather) else None
 
     @property
     def is_active(self) -> bool:
@@ -290,3 +336,6 @@ class ZeroState:
         self._is_open = False
         for each in reversed(self._sharded.values()):
             each.close()
+        if self._gather is not None:
+            self._gather.close()
+            self._gather = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning_dp import LeanDDPStrategy
 from lightning_dp.internals import autograd as autograd_seams
 from lightning_dp.internals import gradients as gradient_seams
+from lightning_dp.internals import reads
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.optimizers import run_first_after_step
 from lightning_dp.step.layer_sync import CPULayerSync
@@ -214,3 +216,36 @@ def test_a_scaler_hears_of_an_overflow_elsewhere(monkeypatch):
         undo()
     monkeypatch.delattr(torch.amp.GradScaler, "_unscale_grads_")
     assert gradient_seams.own_found_inf(lambda *_: None) is None
+
+
+def test_native_readers_are_watched_until_that_is_undone(monkeypatch):
+    monkeypatch.delattr(torch, "asarray")  # as in a version that lacks it
+    names = (
+        *((torch, name) for name in ("tensor", "as_tensor", "sparse_coo_tensor")),
+        *((torch.Tensor, name) for name in ("as_subclass", "new_tensor", "_make_subclass")),
+        *((torch.nn.Parameter, "__new__"), (torch.utils, "swap_tensors")),
+        *((torch._C.ScriptMethod, "__call__"), (dist.ProcessGroup, "broadcast")),
+    )
+    before = [vars(owner).get(name) for owner, name in names]
+    weight = torch.nn.Parameter(torch.ones(2))
+    seen: list[object] = []
+    undo = reads.watch_native_readers(lambda: seen.append("all"), seen.append)
+    assert not hasattr(torch, "asarray")
+    torch.nn.Parameter(weight)
+    assert any(value is weight for args, _ in seen for value in args)
+    torch.utils.swap_tensors(torch.ones(1), torch.ones(1))
+    assert seen[-1] == "all"
+    undo()
+    assert [vars(owner).get(name) for owner, name in names] == before
+
+
+def test_compiling_is_in_use_once_something_was_compiled(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", None)
+    assert not reads.is_compiling_in_use()
+    counters = {"frames": {"total": 0}}
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(counters=counters))
+    assert not reads.is_compiling_in_use()
+    counters["frames"]["total"] = 1
+    assert reads.is_compiling_in_use()
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace())
+    assert reads.is_compiling_in_use()  # a version that does not say

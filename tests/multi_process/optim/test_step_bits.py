@@ -15,6 +15,7 @@ from lightning_dp.engine.bucket import Slicing, Slot
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.wires.shard import ShardWire
+from lightning_dp.optim.gather import ParameterGather
 from lightning_dp.optim.kinds import Sharding, judge, of_parameter
 from lightning_dp.optim.sharded import ShardedOptimizer
 from lightning_dp.optim.shares import Shares
@@ -87,7 +88,8 @@ def shards(harness: Harness, optimizers: list[Optimizer]) -> list[ShardedOptimiz
         slot.sliced = sharding_of(slot) is Sharding.SLICES and not slot.expects_sparse
     group = harness.group
     shares = Shares(harness.reducer.layout, group.rank, group.world_size, sharding_of)
-    return [ShardedOptimizer(each, n, shares, group) for n, each in enumerate(optimizers)]
+    gather = ParameterGather(shares, group)
+    return [ShardedOptimizer(each, n, shares, gather, group) for n, each in enumerate(optimizers)]
 
 
 def batches(module: nn.Module, rank: int, steps: int) -> Iterator[tuple[Tensor, bool]]:

@@ -192,7 +192,7 @@ def _run(
 ) -> tuple[dict[str, Tensor], list[Any], int]:
     make, more, trainer_options, callbacks = RUNS[name]
     looks, module = Looks(), make()
-    strategy = lean(check_replicas_every_n_steps=1, zero=zero, **options, **more)
+    strategy = lean(**{"check_replicas_every_n_steps": 1, "zero": zero, **options, **more})
     fit(
         module,
         rank,
