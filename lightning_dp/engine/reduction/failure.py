@@ -14,7 +14,9 @@ none of theirs without it, as far as it can:
        precision, comm hooks)                           next reduction is sent)
     5. before buckets exist: sends a profile with the   are agreeing on buckets: find the error there
        error in place of the control block
-    6. cannot send (its wire is broken, a hook raised)  wait, until the watchdog ends them
+    6. cannot send (its wire is broken, a hook raised,  wait, until the watchdog ends them
+       it was interrupted while it sent: what came
+       next could meet another bucket of theirs)
 
 Nothing else is exchanged afterwards, so it does not matter whether the others read the block at once or a
 step later. Every wait of the failing rank is bounded: what is not done within ``GIVE_UP_S`` is left to

@@ -92,6 +92,7 @@ class Reduction:
         self._norms = norms
         self._lookers = [each for each in (self._finite, norms) if each is not None]
         self._zero_bad = zero_bad
+        self._is_sending = False  # an interrupt may come while it is not known what has left
         self._late: list[Slot] = []
         self._buffers: list[str] = []
         self._fired: dict[int, Slot] = {}  # without a bucket, in order of last arrival
@@ -195,6 +196,7 @@ class Reduction:
 
         Collective: every rank, in launch order. Does not block.
         """
+        self._is_sending = True
         bucket = self.sequence[self.launched]
         self.launched += 1
         with self._streams.joined() if self._streams is not None else nullcontext():
@@ -210,6 +212,7 @@ class Reduction:
         launched = now()  # gloo's threads may run before the call returns
         work = self.parts.wire.launch(bucket)
         self.in_flight.append((bucket, work))
+        self._is_sending = False
         nbytes = self.parts.wire.nbytes(bucket)
         self.times.launched(bucket.index, nbytes, bucket.ready, launched, work)
 
@@ -402,6 +405,7 @@ class Reduction:
         self._write(block, control, 1.0)
         flags = [] if wire.carries_control else [b.flags.to(dtype) for b, _ in self.in_flight]
         message = torch.cat([block, *flags])
+        self._is_sending = True  # and is not sent twice
         op = dist.ReduceOp.AVG
         return message, dist.all_reduce(message, op=op, group=group.process_group, async_op=True)
 
@@ -476,6 +480,8 @@ class Reduction:
 
     def _complete(self, error: BaseException) -> list[Any]:
         """Send zeros and the error; return the collectives that are under way."""
+        if self._is_sending:
+            raise error
         if self._opening is not None and not self._opening.is_completed():
             if not bounded_wait([self._opening]):
                 raise error

@@ -191,3 +191,38 @@ def _spied_control(rank, world_size):
 
 def test_control_the_spy_sees_the_engine():
     run_ranks(_spied_control, 2)
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def _interrupted_while_it_sends(rank, world_size, guarded):
+    """Interrupt every rank as its first, second, third bucket is to leave; return how many did later."""
+    left = []
+    for at in range(3):
+        with Harness(seeded(lambda: net(3))) as harness:
+            module, launch = harness.module, harness.recording.launch
+            harness.backward(module(data()).square().mean())
+            count = 0
+
+            def launch_or_be_interrupted(bucket, at=at, launch=launch, harness=harness):
+                nonlocal count
+                count += 1
+                if count != at + 1:
+                    return launch(bucket)
+                if not guarded:
+                    harness.reducer._reduction._is_sending = False
+                raise Interrupted
+
+            harness.recording.launch = launch_or_be_interrupted
+            with pytest.raises(Interrupted):
+                harness.backward(module(data()).square().mean())
+            left.append(count - at - 1)
+    return left
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["", "control"])
+def test_a_rank_that_is_interrupted_while_it_sends_sends_nothing_more(guarded):
+    for left in run_ranks(_interrupted_while_it_sends, 2, guarded):
+        assert (left == [0, 0, 0]) == guarded, left
