@@ -17,6 +17,8 @@ def positive(text: str) -> int:
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text!r}")
+    if len(text) > 18:
+        raise argparse.ArgumentTypeError(f"must be below 1e18, not {text!r}")
     return int(text)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +22,17 @@ if TYPE_CHECKING:
     from lightning_dp.measure.forecast import Forecast, Job, RunProfile
 
 MOST_RANKS = 2**20
+LEAST, MOST = 1e-18, 1e18  # of what is typed, in its own unit: beyond, sums overflow
 GBIT = 1e9 / 8
-_NUMBER = r"(\d+(?:\.\d*)?(?:e-?\d+)?|\.\d+)"
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)"
 _RATES = {
     "bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": GBIT, "tbit": 1e12 / 8,
-    "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+    "kB": 1e3, "mB": 1e6, "gB": 1e9, "tB": 1e12, "kiB": 2.0**10, "miB": 2.0**20, "giB": 2.0**30,
 }  # fmt: skip
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+NEEDED = ("parameters", "forward", "backward")  # in place of a file
+TYPED = (*NEEDED, "optimizer", "samples", "state", "activations")
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "B": 1e9}
 
 
 def _quantity(units: dict[str, float], what: str, *, zero: bool = False) -> Callable[[str], float]:
@@ -41,14 +45,22 @@ def _quantity(units: dict[str, float], what: str, *, zero: bool = False) -> Call
     """
 
     def read(text: str) -> float:
-        match = re.fullmatch(_NUMBER + r"\s*([a-z]*)(?:/s)?", text.strip().lower())
-        value = float(match[1]) * units[match[2]] if match and match[2] in units else -1.0
-        if value < 0 or (value == 0 and not zero) or math.isinf(value):
+        match = re.fullmatch(_NUMBER + r"\s*([a-z]*)(?:/s)?", text.strip(), re.IGNORECASE)
+        unit = _unit(match[2]) if match else ""
+        value = float(match[1]) * units[unit] if match and unit in units else -1.0
+        if value < 0 or (value == 0 and not zero):
             least = "0 or more" if zero else "above 0"
             raise argparse.ArgumentTypeError(f"must be {what}, {least}, not {text!r}")
+        if value and not LEAST <= value <= MOST:
+            raise argparse.ArgumentTypeError(f"nothing is {text!r}: it must be {what}")
         return value
 
     return read
+
+
+def _unit(text: str) -> str:
+    """In lower case, but for the B of bytes: a small b might mean bits, so that ``Gb`` is no unit."""
+    return text[:-1].lower() + "B" if text.endswith("B") else text.lower()
 
 
 _BYTES = _quantity({"": 1.0}, "a number of bytes", zero=True)
@@ -61,7 +73,7 @@ def ranks_of(text: str) -> list[int]:
         if dots:
             low, high = int(first), int(last)
             powers = [2**i for i in range(MOST_RANKS.bit_length()) if low < 2**i < high]
-            found = [low, *powers, high] if low < high else [low, high]
+            found = [low] if low == high else [low, *powers, high]
         else:
             found = [int(each) for each in text.split(",")]
     except ValueError:
@@ -97,7 +109,10 @@ def parser() -> argparse.ArgumentParser:
         help="step times of your own cluster, as 8=120ms 64=131ms: the line through them (default: none)",
     )  # fmt: skip
     made.add_argument(
-        "--out", type=Path, default=Path("plan.png"), help="the picture (default: plan.png)"
+        "--out",
+        type=Path,
+        default=Path("plan.png"),
+        help="the picture, or a folder for it (default: plan.png)",
     )
     _add_typed(made)
     return made
@@ -176,7 +191,12 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         if args.measured:
-            return _draw_out(args)
+            unused = [
+                name for name, value in vars(args).items() if value != command.get_default(name)
+            ]
+            return _draw_out(args, [name for name in unused if name not in ("measured", "ranks")])
+        if args.zero and args.outer > 1:
+            raise ValueError("--zero 1 and --outer exclude each other: drop one of them")
         profile = _profile(args)
         fabric = _fabric(profile, args)
     except (ConfigError, ValueError) as error:
@@ -206,17 +226,11 @@ def _profile(args: argparse.Namespace) -> RunProfile:
     """
     from lightning_dp.measure.forecast import RunProfile
 
-    typed = {
-        "--parameters": args.parameters,
-        "--forward": args.forward,
-        "--backward": args.backward,
-    }
-    missing = [name for name, value in typed.items() if value is None]
     if args.file is not None:
-        if len(missing) < len(typed):
+        if typed := [f"--{name}" for name in TYPED if getattr(args, name) is not None]:
             raise ValueError(f"{args.file} says what a rank does; leave {', '.join(typed)} out")
         return RunProfile.load(args.file)
-    if missing:
+    if missing := [f"--{name}" for name in NEEDED if getattr(args, name) is None]:
         raise ValueError(
             f"give a profile.json (lean-ddp plan measure makes one), or type {', '.join(missing)}"
         )
@@ -280,8 +294,14 @@ def _report(profile: RunProfile, fabric: Fabric, job: Job, args: argparse.Namesp
         print(
             f"From {args.ranks[len(rows)]} ranks on, a batch of {job.batch} is less than a sample each."
         )
-    draw(rows, profile.name, args.out)
-    print(f"wrote {args.out}")
+    path = args.out / "plan.png" if args.out.is_dir() else args.out
+    path = path if path.suffix else path.with_suffix(".png")
+    try:
+        draw(rows, profile.name, path)
+    except (OSError, ValueError) as error:
+        print(f"lean-ddp plan: error: --out {path}: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {path}")
     return 0
 
 
@@ -342,19 +362,29 @@ def advice(profile: RunProfile, fabric: Fabric, job: Job, rows: Sequence[Forecas
     return said
 
 
-def _draw_out(args: argparse.Namespace) -> int:
+def _draw_out(args: argparse.Namespace, unused: Sequence[str]) -> int:
     """Draw out the line through step times that were measured on a cluster.
 
     Raises:
-        ValueError: It is one point.
+        ValueError: It is one point, it falls, or ``unused`` names what has no effect on it.
     """
     from lightning_dp.app.report import print_table
     from lightning_dp.engine.plan.cost import Line
 
+    if unused:
+        names = ", ".join("FILE" if n == "file" else f"--{n.replace('_', '-')}" for n in unused)
+        raise ValueError(f"--measured is the line through step times alone; leave {names} out")
     points = sorted(args.measured)
     if len({ranks for ranks, _ in points}) < 2:
         raise ValueError("--measured needs step times at two numbers of ranks, as 8=120ms 64=131ms")
     line = Line.through(points)
+    if line.slope < 0:
+        if line.at(points[-1][0])[0] < (1 - 2 * Line.LEAST_ERROR) * line.at(points[0][0])[0]:
+            raise ValueError(
+                "--measured: steps get faster with more ranks. The line is that of ranks with the same"
+                " micro-batch each; a batch that is divided among them has none"
+            )
+        line = replace(line, start=line.at(points[0][0])[0], slope=0.0)  # within what points err
     most = points[-1][0]
     rows = {}
     for ranks in args.ranks:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from lightning_dp.engine.plan.cost import (
     CAPS_MIB,
@@ -30,6 +31,7 @@ from lightning_dp.engine.plan.cut import SlotSpec
 from lightning_dp.errors import ConfigError, some_names
 
 VERSION = 1
+MOST = 1e18  # seconds, bytes, samples: beyond, sums overflow
 # Bytes of a gradient on the wire, as a share of fp32; int8 travels in blocks of 256 with one fp32 scale.
 WIRES = {"fp32": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": (1 + 4 / 256) / 4}
 # What of a link's nominal rate gradients get: at worst, as a rule, at best.
@@ -83,15 +85,25 @@ class RunProfile:
             ConfigError: Names the field.
         """
         for name in ("samples", "backward_s", "parameter_bytes"):
-            if not 0 < getattr(self, name) < math.inf:
+            if not _amount(getattr(self, name), least=1 / MOST):
                 raise ConfigError(f"profile: {name}={getattr(self, name)!r}; it must be above 0.")
-        for name in ("forward_s", "optimizer_s", "optimizer_bytes", "activation_bytes", "spread"):
-            if not 0 <= getattr(self, name) < math.inf:
+        for name in ("forward_s", "optimizer_s", "optimizer_bytes", "activation_bytes", "spread",
+                     "cpu_s_per_byte"):  # fmt: skip
+            if not _amount(getattr(self, name)):
                 raise ConfigError(f"profile: {name}={getattr(self, name)!r}; it must be 0 or more.")
-        if not self.gradients or any(not 0 <= s < math.inf or n <= 0 for s, n in self.gradients):
+        if not self.gradients or not _pairs(self.gradients, 0.0, 1):
             raise ConfigError(
                 "profile: gradients must be pairs of seconds (0 or more) and bytes (above 0), at least one."
             )
+        codecs = {} if self.codec_s_per_byte is None else self.codec_s_per_byte
+        if not isinstance(codecs, dict) or not all(map(_amount, codecs.values())):
+            raise ConfigError("profile: codec_s_per_byte must be seconds (0 or more) by wire.")
+        for name in ("shared", "loopback"):
+            pair = getattr(self, name)
+            if pair is not None and not _pairs((pair,), 1 / MOST, 0.0):
+                raise ConfigError(
+                    f"profile: {name}={pair!r}; it must be bytes a second (above 0), seconds (0 or more)."
+                )
 
     @property
     def gradient_bytes(self) -> int:
@@ -126,11 +138,25 @@ class RunProfile:
             raise ConfigError(
                 f"{path}: {some_names(sorted(wrong))} is missing or not known. {again}"
             )
-        values["gradients"] = tuple((float(s), int(n)) for s, n in values["gradients"])
-        for name in ("shared", "loopback"):
-            if values[name] is not None:
-                values[name] = tuple(values[name])
-        return cls(**values)
+        return cls(**{name: _tuples(value) for name, value in values.items()})
+
+
+def _tuples(value: Any) -> Any:
+    """Lists of JSON as they are in a profile."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _amount(value: Any, least: float = 0.0) -> bool:
+    """Whether it is a number that something can have been measured to be."""
+    return isinstance(value, (int, float)) and least <= value <= MOST
+
+
+def _pairs(values: Any, first: float, second: float) -> bool:
+    """Whether each is a pair of amounts, of at least so much."""
+    return isinstance(values, tuple) and all(
+        isinstance(v, tuple) and len(v) == 2 and _amount(v[0], first) and _amount(v[1], second)
+        for v in values
+    )
 
 
 @dataclass(frozen=True)
@@ -203,6 +229,7 @@ def forecast(
         ranks: On how many.
         efficiency: What of the nominal rates gradients get: at worst, as a rule, at best.
     """
+    job = _as_it_travels(job, fabric, ranks)
     samples = job.batch / (ranks * job.accumulate) if job.batch else profile.samples
     if samples < 1:
         return None
@@ -237,6 +264,12 @@ def forecast(
     )
 
 
+def _as_it_travels(job: Job, fabric: Fabric, ranks: int) -> Job:
+    """In shared memory nothing is sent, and nothing rounded."""
+    in_memory = ranks <= fabric.ranks_per_host and fabric.inner_busy == 1.0
+    return replace(job, wire="fp32") if in_memory else job
+
+
 def _at(fabric: Fabric, efficiency: float, late: float) -> Fabric:
     """The fabric at a share of its rates."""
     return replace(
@@ -253,7 +286,7 @@ def _caps(
 ) -> tuple[int, int, int]:
     """Most bytes of a bucket, of the first, of the last."""
     if job.bucket_mib is not None:
-        cap = int(job.bucket_mib * MIB)
+        cap = max(1, int(job.bucket_mib * MIB))
         return cap, min(cap, MIB), min(cap, MIB)
     arrivals, specs = _slots(profile, job.wire, scale)
     link = fabric.link(ranks, 0.5 if job.zero else 1.0)

@@ -137,8 +137,13 @@ def test_p5_what_cannot_help_is_said():
         **{**vars(PROFILE), "codec_s_per_byte": {"bf16": 4e-10, "int8": 1e-9}, "optimizer_bytes": 0}
     )
     gains = dict(measures(coded, memory, Job(), 2))
-    assert gains["wire=bf16"] < 1
-    assert gains["wire=int8"] < 1
+    assert gains["wire=bf16"] == gains["wire=int8"] == 1  # nothing is sent that could be rounded
+    rounded = Job(wire="int8")
+    assert forecast(coded, memory, rounded, 2) == forecast(coded, memory, Job(), 2)
+    hosts = Fabric(GBIT, 3e-5, 2, 5e9, 1e-5, inner_busy=1.0)  # control: it is between machines
+    assert (
+        forecast(coded, hosts, rounded, 4).sent_bytes < forecast(coded, hosts, Job(), 4).sent_bytes
+    )
     said = " ".join(
         plan.advice(coded, memory, Job(), [forecast(coded, memory, Job(), n) for n in (1, 2)])
     )
@@ -198,6 +203,18 @@ def altered(**changes):
         (altered(optimizer_bytes=-1), "optimizer_bytes=-1; it must be 0 or more"),
         (altered(gradients=[]), "gradients must be pairs"),
         (altered(gradients=[[0.1, -4]]), "gradients must be pairs"),
+        (altered(gradients=None), "gradients must be pairs"),
+        (altered(gradients=[["a", 4]]), "gradients must be pairs"),
+        (altered(gradients=[[0.1]]), "gradients must be pairs"),
+        (altered(gradients=[[0.1, 1e400]]), "gradients must be pairs"),
+        (altered(samples="8"), "samples='8'; it must be above 0"),
+        (altered(activation_bytes=10**400), "it must be 0 or more"),
+        (altered(spread=None), "spread=None; it must be 0 or more"),
+        (altered(cpu_s_per_byte=-1), "cpu_s_per_byte=-1; it must be 0 or more"),
+        (altered(codec_s_per_byte=5), "codec_s_per_byte must be seconds (0 or more) by wire"),
+        (altered(codec_s_per_byte={"int8": "x"}), "codec_s_per_byte must be seconds"),
+        (altered(shared=[0, 0]), "it must be bytes a second (above 0), seconds (0 or more)"),
+        (altered(loopback=[1]), "it must be bytes a second (above 0), seconds (0 or more)"),
         (altered(colour="blue"), "'colour' is missing or not known"),
         (lambda values: [1], "is of version None"),
         (
@@ -242,6 +259,16 @@ def test_a_file_that_nobody_measured_is_refused_in_one_paragraph(alter, told, tm
         (["none.json"], "none.json: there is no such file"),
         (["--measured", "8=120ms"], "needs step times at two numbers of ranks"),
         (["--measured", "8=0ms"], "above 0"),
+        (["--bandwidth", "10Gb"], "must be a rate as 25Gbit or 3GB, above 0, not '10Gb'"),
+        (["--bandwidth", "1e-300bit"], "nothing is '1e-300bit'"),
+        (["--parameters", "1e308"], "nothing is '1e308'"),
+        (["--bucket-mb", "1e308"], "nothing is '1e308'"),
+        (["--samples", "9" * 400], "must be below 1e18"),
+        (["file.json", "--samples", "4"], "says what a rank does; leave --samples out"),
+        (["file.json", "--state", "4", "--forward", "1s"], "leave --forward, --state out"),
+        (["--zero", "1", "--outer", "50"], "--zero 1 and --outer exclude each other"),
+        (["f.json", "--zero", "1", "--measured", "8=1s", "9=2s"], "leave FILE, --zero out"),
+        (["--measured", "8=120ms", "64=100ms"], "steps get faster with more ranks"),
     ],
 )
 def test_bad_input_is_one_paragraph(arguments, told, capsys, tmp_path, monkeypatch):
@@ -264,6 +291,10 @@ def test_ranks_and_quantities():
     assert args.bandwidth == pytest.approx(25 * GBIT)
     assert args.latency == pytest.approx(30e-6)
     assert (args.parameters, args.forward) == (1.5e8, pytest.approx(0.04))
+    assert plan.ranks_of("1..1") == [1]
+    for text, bytes_a_second in (("8gbit", 1e9), ("1GB/s", 1e9), ("1GiB", 2**30), ("1e+3MB", 1e9)):
+        assert command.parse_args(["--bandwidth", text]).bandwidth == pytest.approx(bytes_a_second)
+    assert command.parse_args(["--parameters", "7B"]).parameters == pytest.approx(7e9)
 
 
 def test_the_command_prints_a_table_and_draws(tmp_path, capsys):
@@ -276,6 +307,14 @@ def test_the_command_prints_a_table_and_draws(tmp_path, capsys):
     assert "efficiency" in said
     assert "change first" in said
     assert picture.stat().st_size > 10_000
+    for out, told in ((tmp_path, "wrote {}/plan.png"), (tmp_path / "a", "wrote {}/a.png")):
+        assert plan.main([*arguments[:-1], str(out)]) == 0
+        assert told.format(tmp_path) in capsys.readouterr().out.replace("\n", "")
+    for out in (tmp_path / "none" / "a.png", tmp_path / "a.txt"):
+        assert plan.main([*arguments[:-1], str(out)]) == 2
+        assert f"error: --out {out}: " in capsys.readouterr().err
+    assert plan.main(["--measured", "8=1s", "64=0.99s", "--ranks", "4096"]) == 0
+    assert "1000 ms" in capsys.readouterr().out  # within what points err: no slope
     assert plan.main(["--measured", "8=1s", "64=1.4s", "--ranks", "128"]) == 0
     assert "128 ranks" in capsys.readouterr().out
     assert plan.main([*arguments, "--batch", "4"]) == 0
