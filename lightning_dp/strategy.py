@@ -173,8 +173,8 @@ class LeanDDPStrategy(DDPStrategy):
         """Wait for all ranks. Collective: every rank. Blocks."""
         if self._controller.failing:
             return  # the others may never come
-        self._data_plane.barrier(name)
         self._controller.barrier(name or "", super().barrier)
+        self._data_plane.barrier(name)  # may make a group, in which nobody can be interrupted
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Take rank ``src``'s object. Collective: every rank. Blocks."""
@@ -250,6 +250,9 @@ class LeanDDPStrategy(DDPStrategy):
         """
         assert self.lightning_module is not None
         self._undo_no_sync = trainer_seams.offer_no_sync(self.lightning_module, self.accumulate)
+        self.barrier(
+            "set-up"
+        )  # nobody can be interrupted while groups are made: all are here first
         self._engine.open(self.lightning_module, self.root_device, self._controller.supervision)
 
     def setup_environment(self) -> None:

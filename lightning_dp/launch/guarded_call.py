@@ -53,6 +53,10 @@ class GuardedCall:
         self.job: jobs.Job | None = None
         self.only_launches = False
 
+    def where(self) -> str:
+        """What the rank is doing ("fit, step 12"); may be empty."""
+        return self._view.where()
+
     def begin_job(self, key: str) -> jobs.Job:
         """Begin a job, or continue it."""
         self.job = jobs.begin(key, self.options.error_grace_s)

@@ -15,10 +15,10 @@ from typing import Any
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from lightning_dp.engine.waiting import poll_until
-from lightning_dp.errors import ConfigError, RankFailedError
+from lightning_dp.errors import ConfigError, LaunchError, RankFailedError
 from lightning_dp.faults.liveness import die_with_parent
 from lightning_dp.faults.peers import describe_exit
-from lightning_dp.faults.record import FailureRecord
+from lightning_dp.faults.record import FailureRecord, is_consequence
 from lightning_dp.faults.store import Store
 from lightning_dp.internals import binding
 from lightning_dp.internals import hydra as hydra_seams
@@ -28,9 +28,13 @@ from lightning_dp.internals.patch import patched
 from lightning_dp.launch import exit_code
 from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
 from lightning_dp.launch.guarded_call import GuardedCall
-from lightning_dp.launch.stores import STORE_VARIABLE, host_store
+from lightning_dp.launch.stores import STORE_VARIABLE, host_store, reach_store
 
 FIRST_ERROR = "first error"
+_NOTHING_COMES_BACK = (
+    "Tuner.lr_find ends inside of forked or spawned ranks, and what it found does not come back to the"
+    " program. Fix: put LearningRateFinder() among the callbacks of fit, or use strategy='lean_ddp'."
+)
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 
 
@@ -164,7 +168,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         os.environ[PID_VARIABLE] = str(os.getpid())
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            return self._run(trainer, function, *args, **kwargs)
+            return self._run(process_idx, trainer, function, *args, **kwargs)
 
         super()._wrapping_function(process_idx, trainer, guarded, args, kwargs, *rest)
 
@@ -182,16 +186,24 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
             undo()
 
     def _run(
-        self, trainer: pl.Trainer | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        rank: int,
+        trainer: pl.Trainer | None,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         job = self._call.begin_job("program")
         try:
             return self._call.run(trainer, function, *args, **kwargs)
         except BaseException as error:
-            first = self._call.guard.first
-            if first is not None and job.hosted is not None:
+            first = self._call.guard.first or self._untold(rank, error)
+            if first is not None:
                 with contextlib.suppress(RuntimeError):
-                    job.hosted.store.compare_set(FIRST_ERROR, "", first.to_json())
+                    hosted = job.hosted or reach_store(
+                        rank, ("", 0), self._call.options.error_grace_s
+                    )
+                    hosted.store.compare_set(FIRST_ERROR, "", first.to_json())
             if isinstance(error, KeyboardInterrupt):
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does: it is ending
             if trainer is not None:
@@ -199,6 +211,14 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
             if isinstance(error, KeyboardInterrupt):
                 raise SystemExit(1) from None  # torch would end the process with code 0
             raise
+
+    def _untold(self, rank: int, error: BaseException) -> FailureRecord | None:
+        """The failure of a rank that had nobody to tell: ranks have not met yet, or there is one."""
+        if run_seams.is_agreed_end(error):
+            error = LaunchError(_NOTHING_COMES_BACK)
+        elif not isinstance(error, Exception) or is_consequence(error):
+            return None
+        return FailureRecord.from_exception(rank, error, self._call.where())
 
 
 @contextlib.contextmanager

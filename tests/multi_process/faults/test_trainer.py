@@ -1,6 +1,7 @@
 """Failures inside of a Trainer: every rank ends soon, with the cause, and its hooks have run."""
 
 import functools
+import itertools
 import os
 import signal
 import threading
@@ -39,6 +40,17 @@ class Failing(ValHookLearner):
 
     def setup(self, stage):
         self.reach("setup")
+
+    def configure_model(self):
+        self.reach("configure_model")
+
+    def train_dataloader(self):
+        self.reach("train_dataloader")
+        return super().train_dataloader()
+
+    def val_dataloader(self):
+        self.reach("val_dataloader")
+        return super().val_dataloader()
 
     def training_step(self, batch, batch_idx):
         self.batches += 1
@@ -105,10 +117,11 @@ def fit(rank, world_size, port, root, failing, place, act, callbacks=(), **optio
 
 
 PLACES = ["setup", "forward", "backward", "validation", "save"]
+# Meanwhile others are about to make process groups, in which nobody can be interrupted.
+BEFORE_GROUPS = [(1, "configure_model"), (0, "train_dataloader"), (1, "val_dataloader")]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("failing", "place"), [*itertools.product([0, 1], PLACES), *BEFORE_GROUPS])
 def test_an_error_of_one_rank_is_an_error_of_all(failing, place, tmp_path):
     results = ranks(fit, 2, tmp_path, failing, place, boom, grace_s=12)
     for rank, told in enumerate(results):

@@ -1,5 +1,6 @@
 """Fits in one process, as in a search: one that fails ends on all ranks, the next one works."""
 
+import re
 import sys
 
 import pytest
@@ -19,6 +20,9 @@ class Trial(BoringModel):
             raise ValueError("diverged")
         return super().training_step(batch, batch_idx)
 
+class Rate(BoringModel):
+    lr = 0.1
+
 quiet = dict(accelerator="cpu", devices=2, max_steps=2, logger=False, limit_val_batches=0)
 quiet |= dict(enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False)
 for trial in range(3):
@@ -27,6 +31,18 @@ for trial in range(3):
         print("trial", trial, "trained")
     except lightning_dp.errors.RankFailedError as error:
         print("trial", trial, "rank", error.rank)
+
+trial = 1
+for alone in ({"devices": 1, "callbacks": [lightning_dp.NoiseScale()]}, {"ckpt_path": "best"}):
+    at = {"ckpt_path": alone.pop("ckpt_path", None)}
+    try:
+        pl.Trainer(strategy="lean_ddp_fork", **{**quiet, **alone}).fit(Trial(), **at)
+    except lightning_dp.errors.RankFailedError as error:
+        print("before:", str(error).splitlines()[0], "| traceback", "Traceback" in str(error))
+try:
+    pl.tuner.Tuner(pl.Trainer(strategy="lean_ddp_fork", **quiet)).lr_find(Rate(), num_training=4)
+except lightning_dp.errors.RankFailedError as error:
+    print("tuner:", str(error).splitlines()[0])
 """
 
 
@@ -35,3 +51,11 @@ def test_a_trial_that_fails_on_one_rank_is_followed_by_one_that_trains(tmp_path)
     output = succeed(sys.executable, "search.py", cwd=tmp_path)
     told = [line for line in output.splitlines() if line.startswith("trial ")]
     assert told == ["trial 0 trained", "trial 1 rank 1", "trial 2 trained"]
+    # What fails before ranks have met, or where there is one, is told in the same words.
+    alone, best = (line for line in output.splitlines() if line.startswith("before: "))
+    assert re.match(r"before: \[lean_ddp\] rank 0 \(.*\) failed first in .*: ConfigError: ", alone)
+    assert re.match(r"before: \[lean_ddp\] rank [01] \(.*\) failed first in .*: ValueError: ", best)
+    (tuner,) = (line for line in output.splitlines() if line.startswith("tuner: "))
+    assert "LaunchError: Tuner.lr_find" in tuner
+    assert "LearningRateFinder()" in tuner
+    assert all(line.endswith("traceback True") for line in (alone, best))
