@@ -197,7 +197,7 @@ class Reduction:
         Collective: every rank, in launch order. Does not block.
         """
         self._is_sending = True
-        bucket = self.sequence[self.launched]
+        wire, bucket = self.parts.wire, self.sequence[self.launched]
         self.launched += 1
         with self._streams.joined() if self._streams is not None else nullcontext():
             copies.copy_in(bucket, self.number, self._factor, empty=empty)
@@ -210,11 +210,10 @@ class Reduction:
             self._write(bucket.control, control, self._factor)
         bucket.is_last = self.launched == len(self.sequence)
         launched = now()  # gloo's threads may run before the call returns
-        work = self.parts.wire.launch(bucket)
+        work = wire.launch(bucket)
         self.in_flight.append((bucket, work))
         self._is_sending = False
-        nbytes = self.parts.wire.nbytes(bucket)
-        self.times.launched(bucket.index, nbytes, bucket.ready, launched, work)
+        self.times.launched(bucket.index, wire.nbytes(bucket), bucket.ready, launched, work)
 
     def _write(self, block: Tensor, control: dict[int, float | Tensor], factor: float) -> None:
         """Write the control block, with what is only known when the last bucket has been filled."""
@@ -480,13 +479,12 @@ class Reduction:
 
     def _complete(self, error: BaseException) -> list[Any]:
         """Send zeros and the error; return the collectives that are under way."""
-        if self._is_sending:
-            raise error
-        if self._opening is not None and not self._opening.is_completed():
-            if not bounded_wait([self._opening]):
+        opening = self._opening
+        if opening is not None and not opening.is_completed():
+            if not bounded_wait([opening]):
                 raise error
-            self._opening.wait()
-        if self._opening is not None and self._opening.differs:
+            opening.wait()
+        if self._is_sending or (opening is not None and opening.differs):
             raise error
         unplanned = self._unplanned()
         if not self.sequence and unplanned:
