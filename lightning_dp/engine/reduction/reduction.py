@@ -78,7 +78,7 @@ class Reduction:
         times: ReductionTimes | None = None,
     ) -> None:
         self.parts, self.number, self.task = parts, number, task
-        self.partitions = partitions
+        self.partitions, self._passed = partitions, passed
         self.window = parts.window  # once it was sent: as it was then
         self.arrivals: dict[int, float] | None = None
         self.times = times or ReductionTimes()
@@ -98,7 +98,6 @@ class Reduction:
         self._fired: dict[int, Slot] = {}  # without a bucket, in order of last arrival
         self._repeated: set[int] = set()
         self._nested: set[int] = set()
-        self._passed = passed
         self.live = parts.layout.live(partitions, passed)
         self.sequence, self._early = self._plan_launches()
         self._is_common = known in (None, self.live)
