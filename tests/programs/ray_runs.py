@@ -100,7 +100,7 @@ def trial(config):
 
 def trials():
     tuner = tune.Tuner(
-        tune.with_resources(trial, {"CPU": 0}),
+        tune.with_resources(trial, {"CPU": 0.5}),
         param_space={"lr": tune.grid_search([0.1, 0.3])},
         run_config=tune.RunConfig(name="tune", storage_path=str(FOLDER / "ray")),
     )

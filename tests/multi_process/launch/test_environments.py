@@ -142,10 +142,8 @@ class OnItsDevice(LeanDDPStrategy):
     num_processes = property(lambda self: dist.get_world_size())
 
 
-def in_a_thread(rank, world, port, act):
+def in_a_thread(act):
     """``act(strategy)`` in a thread that is not the main one, with a group that was made before."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo")
     result = []
 
     def run():
@@ -168,7 +166,10 @@ def living_elsewhere(rank, world, port):
         dist.all_reduce(total)  # the group is as it was
         return weights, float(total)
 
-    return in_a_thread(rank, world, port, act)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    return in_a_thread(act)
 
 
 def test_ranks_device_and_group_from_elsewhere(one_device):
@@ -201,8 +202,10 @@ def failing_elsewhere(rank, world, port, where):
     def act(strategy):
         trained(rank, world, port, strategy, Fails(where))
 
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
     begun = time.monotonic()
-    error = pickle.loads(pickle.dumps(in_a_thread(rank, world, port, act)))  # as Ray sends it
+    error = pickle.loads(pickle.dumps(in_a_thread(act)))  # as Ray sends it
     return type(error), str(error), time.monotonic() - begun
 
 
