@@ -157,7 +157,7 @@ class ForwardGather(ParameterGather):
                 unseen = [
                     slot.name for slot, is_seen in zip(slots, seen, strict=True) if not is_seen
                 ]
-                self._say(f"other tensors, or processes, share memory with {some_names(unseen)}")
+                self._say("other tensors, or processes, share memory with", some_names(unseen))
                 self._bring(bucket)
                 continue
             for slot in slots:
@@ -197,12 +197,10 @@ class ForwardGather(ParameterGather):
             if not self._under_way:
                 self._watch_no_more()
 
-    def _say(self, why: str) -> None:
+    def _say(self, why: str, what: str = "") -> None:
         if why not in self._told and self.group.rank == 0:
-            log.info(
-                "lean_ddp: zero: parameters come back when the step ends, not in the next forward: %s.",
-                why,
-            )
+            text = "lean_ddp: zero: parameters come back when the step ends, not in the next forward: %s."
+            log.info(text, f"{why} {what}".strip())
         self._told.add(why)
 
 
