@@ -8,6 +8,7 @@
 ├── ``NonFiniteGradientError`` a rank produced inf or NaN before the all-reduce
 ├── ``UnevenShardError``       ranks ran out of data at different steps
 ├── ``RankFailedError``        another rank raised; carries that rank and its traceback
+├── ``CheckpointError``        a checkpoint's files are missing or damaged
 └── ``CollectiveError``        a collective timed out or lost a peer
 
 Messages say what happened, where (parameter, rank, step) and what to change. The values are also
@@ -38,6 +39,10 @@ class ConfigError(LeanDDPError, ValueError):
 
 class LaunchError(LeanDDPError):
     """The processes, ports or environment variables are not as promised."""
+
+
+class CheckpointError(LeanDDPError):
+    """A checkpoint's files are missing or damaged."""
 
 
 class ReplicaMismatchError(LeanDDPError):

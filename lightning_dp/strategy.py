@@ -6,7 +6,7 @@ This file is longer than others because the constructor documents every option o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from lightning_dp.step.batch_plan import batch_plan, check_micro
 from lightning_dp.step.best_paths import compare_best_paths
 from lightning_dp.step.driver import StepDriver
 from lightning_dp.step.layer_sync import CPULayerSync
+from lightning_dp.step.zero_parts import put_masters_back, read_parts
 
 
 class LeanDDPStrategy(DDPStrategy):
@@ -67,6 +68,7 @@ class LeanDDPStrategy(DDPStrategy):
         self._controller = RunController(options, self._engine)
         self._data_plane = DataPlane(options, self._timeout, self._controller.waiting)
         self._atomic_io = AtomicCheckpointIO()
+        self._atomic_io.maps = bool(options.zero)  # a rank needs a part of what is in a file
 
     # What users may ask
 
@@ -239,6 +241,7 @@ class LeanDDPStrategy(DDPStrategy):
         """
         if self.root_device.type == "cpu":
             trainer_seams.replace_layer_sync(self, CPULayerSync())
+        self._engine.zero.check_io(self.checkpoint_io)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._engine.attach(self.optimizers, trainer)
@@ -416,6 +419,7 @@ class LeanDDPStrategy(DDPStrategy):
         self._engine.add_to(checkpoint)
         # After the window's entry, which decides where the data goes on.
         self._data_plane.save_checkpoint(checkpoint, self._engine.windows.waiting)
+        self._engine.zero.add_to(checkpoint, filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(
@@ -423,9 +427,21 @@ class LeanDDPStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         """Load, and keep what the strategy put in. Every rank calls it."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        trainer = trainer_seams.attached_trainer(self.lightning_module)
+        if trainer is None or trainer.state.fn == TrainerFn.FITTING:
+            ranks = self.global_rank, self.world_size
+            read_parts(checkpoint, checkpoint_path, *ranks, weights_only)
+            put_masters_back(checkpoint)
         self._engine.remember(checkpoint, self.global_rank, self.world_size)
         self._data_plane.load_checkpoint(checkpoint)
         return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states, each rank its parts. Every rank calls it."""
+        plain = super().load_optimizer_state_dict
+        self._engine.zero.load(
+            checkpoint["optimizer_states"], lambda states: plain({"optimizer_states": states})
+        )
 
     # The end
 

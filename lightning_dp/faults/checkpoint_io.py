@@ -3,6 +3,10 @@
 [Note: rename] The new file is written beside the old one, brought to the disk, and renamed over it, which
 the file system does as one step. Lightning's default writes to the system's temporary folder and moves:
 across file systems, as between /tmp and most homes, a move is a copy, and a copy can be cut in half.
+
+[Note: parts] What ranks write by themselves is in a folder of its own for each save, in one that is called
+as the file and ``.parts``. The file names the folder. So the renaming of the file decides which one counts;
+the others are removed after it.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,7 @@ import torch
 from lightning_dp.internals.lightning import TorchCheckpointIO
 
 _MARK = ".lean_ddp-"  # in the names of files that are being written
+PARTS = "parts"  # where a checkpoint's entry "lean_ddp" says what ranks wrote by themselves
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -31,6 +38,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         super().__init__()
         self._kept: set[Path] = set()
+        self.maps = False  # a loaded file's tensors stay on disk until they are used
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
@@ -56,8 +64,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             os.replace(partial, target)
         finally:
             partial.unlink(missing_ok=True)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
+        _remove_parts(target, but=checkpoint.get("lean_ddp", {}).get(PARTS, {}).get("folder"))
         self._remove_kept()
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load ``path``; local files perhaps as a map (``maps``)."""
+        if not self.maps or not zipfile.is_zipfile(
+            path
+        ):  # remote, missing, or of old versions of torch
+            return super().load_checkpoint(path, *args, **kwargs)
+        weights_only = kwargs.get("weights_only")
+        return torch.load(path, "cpu", mmap=True, weights_only=weights_only)  # type: ignore[no-any-return]
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove ``path``, unless a link beside it still leads to it; then at the next chance."""
@@ -67,6 +85,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         super().remove_checkpoint(path)
         if "://" not in str(path):
+            _remove_parts(target)
             self._remove_kept()
 
     def teardown(self) -> None:
@@ -78,6 +97,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         for path in [path for path in self._kept if not _is_linked(path)]:
             self._kept.discard(path)
             path.unlink(missing_ok=True)
+            _remove_parts(path)
 
     @staticmethod
     def _sweep(target: Path) -> None:
@@ -85,6 +105,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         for left in target.parent.glob(f".{target.name}{_MARK}*"):
             with contextlib.suppress(OSError):
                 left.unlink()
+
+
+def parts_folder(path: Any) -> Path:
+    """Where what ranks write for the checkpoint ``path`` is ([Note: parts])."""
+    return Path(path).with_name(f"{Path(path).name}.parts")
+
+
+def _remove_parts(target: Path, but: str | None = None) -> None:
+    """Remove what earlier saves, also broken ones, left beside ``target``; ``but`` is in use."""
+    folder = parts_folder(target)
+    if not folder.is_dir():
+        return
+    for each in folder.iterdir():
+        if f"{folder.name}/{each.name}" != but:
+            shutil.rmtree(each, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # if it is empty
 
 
 def _is_linked(target: Path) -> bool:
@@ -101,7 +138,7 @@ def _is_linked(target: Path) -> bool:
     return False
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Bring a rename to the disk. Not every system lets a folder be opened."""
     with contextlib.suppress(OSError):
         fd = os.open(folder, os.O_RDONLY)

@@ -74,7 +74,13 @@ _BY_TENSOR_NAMES = frozenset(
 )
 
 
-def judge(optimizer: Optimizer, split: Collection[str] = (), *, slices: bool = True) -> Verdict:
+def judge(
+    optimizer: Optimizer,
+    split: Collection[str] = (),
+    *,
+    slices: bool = True,
+    masters: bool = False,
+) -> Verdict:
     """Say how the work of ``optimizer`` can be divided ([Note: two locks]).
 
     It is asked on a copy with its own hyper-parameters; it and its parameters stay as they are, and so do
@@ -84,6 +90,7 @@ def judge(optimizer: Optimizer, split: Collection[str] = (), *, slices: bool = T
         optimizer: As the user made it.
         split: Names of classes that are known besides.
         slices: Whether parameters may be cut; without, whole tensors only.
+        masters: Whether there is something to divide even if it keeps no state itself.
     """
     cls = type(optimizer)
     name = cls.__name__
@@ -98,7 +105,7 @@ def judge(optimizer: Optimizer, split: Collection[str] = (), *, slices: bool = T
         probes = [_Probe(optimizer, group) for group in _different(optimizer.param_groups)]
         if not all(probe.works for probe in probes):
             return Verdict(Sharding.REPLICATED, f"{name} could not be tried on a small tensor")
-        if not any(probe.keeps_state for probe in probes):
+        if not masters and not any(probe.keeps_state for probe in probes):
             return Verdict(
                 Sharding.REPLICATED, f"{name} keeps no state here: there is no memory to save"
             )

@@ -7,7 +7,8 @@ is put back, and gathered, before anybody else sees the step's result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,13 +16,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp.engine.group import ReplicaGroup
+from lightning_dp.engine.wires.codec import HALF
 from lightning_dp.errors import ConfigError, ReplicaMismatchError, some_names
 from lightning_dp.internals.optimizers import run_first_after_step
 from lightning_dp.internals.patch import patched
 from lightning_dp.optim import state as states
-from lightning_dp.optim.exchange import Exchange
+from lightning_dp.optim.exchange import MASTER, Exchange
 from lightning_dp.optim.gather import ParameterGather
 from lightning_dp.optim.shares import Shares
+from lightning_dp.optim.stored import Entry
 
 # What optimizers that were hooked once have: a second fit may be given the same object.
 _IN_SHARES: WeakKeyDictionary[Optimizer, Shares] = WeakKeyDictionary()
@@ -47,6 +50,13 @@ def make_whole(optimizer: Optimizer, group: ReplicaGroup) -> None:
     states.make_whole(optimizer, shares, group)
 
 
+def forget_masters(optimizer: Optimizer) -> None:
+    """Drop what an earlier fit kept in fp32 of parameters of half precision. Local."""
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            state.pop(MASTER, None)
+
+
 class ShardedOptimizer:
     """Hooks on a user's optimizer, which stays the object that it is.
 
@@ -56,6 +66,7 @@ class ShardedOptimizer:
         shares: Who updates what.
         gather: Brings what each rank has updated to all.
         group: Who takes part.
+        masters: Whether parameters of half precision are updated in fp32.
     """
 
     def __init__(
@@ -65,26 +76,35 @@ class ShardedOptimizer:
         shares: Shares,
         gather: ParameterGather,
         group: ReplicaGroup,
+        *,
+        masters: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self._what = f"optimizer {index} ({type(optimizer).__name__})"
         self._shares = shares
         self._group = group
-        self._exchange = Exchange(shares)
+        self._masters = masters
+        self._exchange = Exchange(shares, masters=masters)
         self._gather = gather
         self._is_cut = False  # nothing in its state is whole that should be a part
+        self._is_loaded = False  # it is as it was in a file
+        self._given: dict[Any, Any] = {}  # what is being loaded
         self._compared = False
         _IN_SHARES[optimizer] = shares
         self._undo = [self._wrap_switch(name) for name in ("train", "eval")]
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             run_first_after_step(optimizer, self._after),
+            optimizer.register_load_state_dict_pre_hook(self._remember),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
 
     def close(self) -> None:
         """Remove the hooks; the state stays in shares. Local; in the reverse order of their making."""
         self.put_back()
+        if self._is_loaded:  # and no step was made
+            with contextlib.suppress(OSError):
+                self._cut()
         for undo in self._undo:
             undo()
         for handle in self._handles:
@@ -98,6 +118,30 @@ class ShardedOptimizer:
         """The whole state on rank 0 of ``group``, nothing elsewhere. Collective: every rank. Blocks."""
         self._cut()
         return states.whole_state_dict(self.optimizer, self._shares, group)
+
+    def settings(self) -> dict[str, Any]:
+        """The state dict without what is kept for parameters. Local."""
+        whole = self.optimizer.state_dict()
+        others = {k: v for k, v in self.optimizer.state.items() if not isinstance(k, Tensor)}
+        return {**whole, "state": others}
+
+    def entries(self, label: str) -> Iterator[Entry]:
+        """What this rank keeps for each parameter, to be written. Local."""
+        self._cut()
+        return states.entries(label, self.optimizer, self._shares)
+
+    @property
+    def loads_in_parts(self) -> bool:
+        """Whether :meth:`put` does what its class does when it loads a state."""
+        return type(self.optimizer).load_state_dict is Optimizer.load_state_dict
+
+    def put(self, state: dict[Any, dict[str, Any]]) -> None:
+        """Take over a loaded state, by number of the parameter; a rank's parts are cut when it steps.
+
+        Local; every rank calls it, after the groups were loaded.
+        """
+        states.put(self.optimizer, state)
+        self._is_cut, self._is_loaded = False, True
 
     @property
     def state_bytes(self) -> int:
@@ -145,9 +189,13 @@ class ShardedOptimizer:
         self._exchange.enter(self.optimizer)
 
     def _cut(self) -> None:
-        if self._shares.follow_layout() or not self._is_cut:
-            states.cut(self.optimizer, self._shares)
-            self._is_cut = True
+        """Keep this rank's parts of what is whole; all of it as long as nobody knows the shares."""
+        if self._shares.follow_layout():
+            self._is_cut = False
+        if not self._is_cut:
+            wide = HALF if self._masters else ()
+            states.cut(self.optimizer, self._shares, loaded=self._is_loaded, wide=wide)
+            self._is_cut, self._is_loaded = True, False
 
     def _after(self, *_: Any) -> None:
         """Put back and gather. Collective: every rank. Blocks."""
@@ -180,8 +228,14 @@ class ShardedOptimizer:
 
         return patched(cls, name, switch)
 
+    def _remember(self, _: Optimizer, state: dict[str, Any]) -> None:
+        self._given = state.get("state", {}) if self._masters else {}
+
     def _loaded(self, _: Optimizer) -> None:
-        self._is_cut = False
+        self._is_cut = self._is_loaded = False
+        given, self._given = self._given, {}
+        if given:  # which was rounded to the parameters' type
+            self.put(given)
 
     def _compare(self) -> None:
         """After the first step: what is kept for the optimizer as a whole must be equal on all ranks.

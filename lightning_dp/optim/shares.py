@@ -6,7 +6,7 @@ tensors are. Where an optimizer needs whole tensors, each has an owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,6 +45,10 @@ class Share:
         first = tensor.storage_offset() + self.begin
         return tensor.as_strided((self.end - self.begin,), (1,), first)
 
+    def part(self, tensor: Tensor) -> Tensor:
+        """As :meth:`of`; a tensor that is this rank's as a whole keeps its shape."""
+        return tensor if self.is_whole else self.of(tensor)
+
 
 def slice_share(bucket: Bucket, position: int, rank: int) -> Share:
     """What ``rank`` updates of the slot at ``position`` of ``bucket``."""
@@ -63,18 +67,25 @@ class Shares:
         rank: This rank.
         world_size: How many there are.
         sharding_of: How the work on a slot's parameter is divided.
+        slots: Yields all slots: one rank alone has no buckets, and updates all of every parameter.
 
     Attributes:
         buckets: Those that were taken in, also after the layout has let go of them.
     """
 
     def __init__(
-        self, layout: Layout, rank: int, world_size: int, sharding_of: Callable[[Slot], Sharding]
+        self,
+        layout: Layout,
+        rank: int,
+        world_size: int,
+        sharding_of: Callable[[Slot], Sharding],
+        slots: Callable[[], Sequence[Slot]] = tuple,
     ) -> None:
         self._layout = layout
         self.rank = rank
         self.world_size = world_size
         self._sharding_of = sharding_of
+        self._slots = slots
         self._mine: dict[int, Share] = {}  # by id of the parameter
         self._owners: dict[int, int] = {}  # of whole tensors, by slot number
         self._owned = [0] * world_size  # bytes by rank
@@ -82,6 +93,8 @@ class Shares:
 
     def follow_layout(self) -> bool:
         """Take in buckets that were made since; return whether there are any."""
+        if self.world_size == 1:
+            return self._follow_slots()
         new = self._layout.buckets[len(self.buckets) :]
         self.buckets += new
         for bucket in new:
@@ -93,6 +106,14 @@ class Shares:
                     self._give_owner(slot)
                 self._mine[id(slot.param)] = self.of_rank(bucket, position, self.rank)
         return bool(new)
+
+    def _follow_slots(self) -> bool:
+        before = len(self._mine)
+        for slot in self._slots():
+            new = id(slot.param) not in self._mine and slot.param.numel() > 0
+            if new and self._sharding_of(slot) is not Sharding.REPLICATED:
+                self._mine[id(slot.param)] = Share(slot, 0, slot.param.numel())
+        return len(self._mine) > before
 
     def _give_owner(self, slot: Slot) -> None:
         """Give the tensor to the rank that owns least so far, the lower one of two."""
@@ -111,6 +132,16 @@ class Shares:
         if owner is None:
             return slice_share(bucket, position, rank)
         return Share(slot, 0, slot.param.numel() if rank == owner else 0)
+
+    def most(self, share: Share) -> int:
+        """The rank that updates most of the share's parameter, the lower one of two."""
+        bucket = share.slot.bucket
+        if bucket is None:
+            return 0
+        position = bucket.slots.index(share.slot)
+        every = [self.of_rank(bucket, position, rank) for rank in range(self.world_size)]
+        lengths = [each.end - each.begin for each in every]
+        return lengths.index(max(lengths))
 
     def owner(self, slot: Slot) -> int:
         """The rank that updates the whole tensor of ``slot``."""

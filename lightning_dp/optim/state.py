@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp.engine.bucket import Bucket
+from lightning_dp.engine.bucket import Bucket, is_dense
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.waiting import interruptible_wait
-from lightning_dp.optim.exchange import in_memory_of
+from lightning_dp.optim.exchange import MASTER, in_memory_of
 from lightning_dp.optim.shares import Share, Shares
+from lightning_dp.optim.stored import Entry, Stored
 
 State = dict[str, Any]
 
@@ -35,19 +36,127 @@ def _is_elementwise(value: Any, share: Share) -> bool:
     return isinstance(value, Tensor) and value.shape == share.slot.param.shape
 
 
-def cut(optimizer: Optimizer, shares: Shares) -> None:
-    """Keep of a whole state (fresh, or loaded) what belongs to this rank's shares. Local, idempotent."""
-    for parameter in parameters_of(optimizer):
-        share = shares.of(parameter)
-        if share is None or share.is_whole or parameter not in optimizer.state:
+def cut(
+    optimizer: Optimizer,
+    shares: Shares,
+    *,
+    loaded: bool = False,
+    wide: Collection[torch.dtype] = (),
+) -> None:
+    """Keep of a whole state what belongs to this rank's shares. Local, idempotent.
+
+    Args:
+        optimizer: With a state of its own, or one that :func:`put` put there.
+        shares: Who keeps what.
+        loaded: It is the latter: also bring it to the parameters' device and type.
+        wide: Parameters of these types, of which a rank has shares, keep their state in fp32.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            share = shares.of(parameter)
+            if parameter not in optimizer.state:
+                continue
+            if share is not None and share.is_empty:
+                del optimizer.state[parameter]
+                continue
+            state = optimizer.state[parameter]
+            for key, value in state.items():
+                own = _own(parameter, share, value)
+                if loaded:
+                    masters = share is not None and parameter.dtype in wide
+                    dtype = torch.float32 if masters else parameter.dtype
+                    own = _placed(key, own, parameter, dtype, group)
+                state[key] = own
+
+
+def _own(parameter: Tensor, share: Share | None, value: Any) -> Any:
+    """This rank's part of one value of a parameter's state."""
+    if share is None or share.is_whole:
+        return value.whole() if isinstance(value, Stored) else value
+    if isinstance(value, Stored):
+        if value.strides == parameter.stride():
+            return value.part(share.begin, share.end)
+        value = value.whole()
+    if not _is_elementwise(value, share):
+        return value
+    return share.of(in_memory_of(parameter, value)).clone()
+
+
+def _placed(key: Any, value: Any, like: Tensor, dtype: torch.dtype, settings: State) -> Any:
+    """``value`` as ``Optimizer.load_state_dict`` would have it, in memory of its own."""
+    if isinstance(value, dict):
+        return {k: _placed(k, each, like, dtype, settings) for k, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_placed(None, each, like, dtype, settings) for each in value)
+    if not isinstance(value, Tensor):
+        return value
+    if key != "step":
+        return value.to(like.device, dtype if like.is_floating_point() else value.dtype, copy=True)
+    on_device = settings.get("capturable") or settings.get("fused")
+    return value.to(like.device, torch.float32) if on_device else value.clone()
+
+
+def put(optimizer: Optimizer, state: dict[Any, State]) -> None:
+    """Give ``optimizer`` a loaded state as it is, to be cut when it is known where. Local.
+
+    Args:
+        optimizer: Whose groups were loaded already.
+        state: By number of the parameter, as in ``Optimizer.state_dict``. Tensors are not copied; they may
+            be mapped from a file, or :class:`Stored`.
+    """
+    numbered = dict(enumerate(parameters_of(optimizer)))
+    optimizer.state.update({numbered.get(n, n): dict(each) for n, each in state.items()})
+    # What classes do for states of older versions.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def materialised(state: State) -> State:
+    """``state`` with what is still on disk read. Local."""
+    return {key: v.whole() if isinstance(v, Stored) else v for key, v in state.items()}
+
+
+def without_masters(state: State) -> State:
+    """``state`` of one parameter, or of all by number, without its masters. Local."""
+    return {
+        key: without_masters(value) if isinstance(value, dict) else value
+        for key, value in state.items()
+        if key != MASTER
+    }
+
+
+def entries(label: str, optimizer: Optimizer, shares: Shares) -> Iterator[Entry]:
+    """What this rank writes of ``optimizer``'s state, parameter by parameter. Local.
+
+    Args:
+        label: Names the optimizer; the same on all ranks.
+        optimizer: Between two steps.
+        shares: Who keeps what. What every rank has whole is written by rank 0.
+    """
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        share, state = shares.of(parameter), optimizer.state.get(parameter)
+        if not state or (share is None and shares.rank != 0):
             continue
-        if share.is_empty:
-            del optimizer.state[parameter]
-            continue
-        state = optimizer.state[parameter]
-        for key, value in state.items():
-            if _is_elementwise(value, share):
-                state[key] = share.of(in_memory_of(parameter, value)).clone()
+        numel = parameter.numel()
+        begin, end = (0, numel) if share is None else (share.begin, share.end)
+        whole = end - begin == numel
+        shape = parameter.shape if whole else torch.Size([end - begin])
+        dense = is_dense(parameter)
+        ranges = {
+            key: _flat(parameter, value) if whole else value
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.shape == shape and dense
+        }
+        described = None
+        if share is None or shares.most(share) == shares.rank:
+            keys = {key: ranges[key].dtype if key in ranges else v for key, v in state.items()}
+            described = {"shape": parameter.shape, "strides": parameter.stride(), "keys": keys}
+        yield Entry(f"{label}.{number}", begin, numel, ranges, described)
+
+
+def _flat(parameter: Tensor, value: Tensor) -> Tensor:
+    """``value``, of the parameter's shape, as one range in the order of its memory."""
+    value = in_memory_of(parameter, value)
+    return value.as_strided((value.numel(),), (1,))
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -137,7 +246,8 @@ class _Assembly:
     def _keep_own(self) -> None:
         """Take what every rank has whole: what is not divided."""
         for parameter in parameters_of(self._optimizer):
-            if self._shares.of(parameter) is None and parameter in self._optimizer.state:
+            alone = self._group.world_size == 1 or self._shares.of(parameter) is None
+            if alone and parameter in self._optimizer.state:
                 self._found[parameter] = self._optimizer.state[parameter]
 
     def _own(self, bucket: Bucket, position: int) -> tuple[Share, State]:
@@ -196,7 +306,7 @@ class _Assembly:
             length = share.end - share.begin
             if length:
                 state = self._optimizer.state[share.slot.param][key]
-                mine[place : place + length] = _flat(share, state)
+                mine[place : place + length] = _range_of(share, state)
             place += length
         parts = self._to_first(mine)
         if self._group.rank != 0:
@@ -254,7 +364,7 @@ class _Assembly:
         return tensor
 
 
-def _flat(share: Share, state: Tensor) -> Tensor:
+def _range_of(share: Share, state: Tensor) -> Tensor:
     """This rank's range of ``state``, which has its shape, or the parameter's if that is all of it."""
     if state.shape == share.slot.param.shape:
         state = share.of(in_memory_of(share.slot.param, state))

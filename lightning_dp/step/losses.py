@@ -102,7 +102,7 @@ class LossWeights:
         self._agreed = True
         first = float(self._weight) if given else None
         weights = [w for w in self._group.all_gather_object(first) if w is not None]
-        self._uses_weights = bool(weights)
+        self._uses_weights = self._window.given = bool(weights)
         # A window that was restored half done keeps what its weights are multiples of.
         if not self._window.position:
             self._window.reference = max(weights, default=0.0) or 1.0

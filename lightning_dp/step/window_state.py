@@ -52,6 +52,7 @@ def window_state(reducer: Reducer) -> dict[str, Any]:
         "micro_batches": int(micro_batches),
         "loss": loss,
         "weighted": window.weighted,
+        "given": window.given,
         "divisor": window.divisor,
         "reference": window.reference,
         "position": window.position,
@@ -74,10 +75,12 @@ def load_window_state(reducer: Reducer, state: Mapping[str, Any], divisor: int) 
     window.weighted = bool(state["weighted"])
     window.divisor = divisor
     window.reference = float(state.get("reference", 1.0))
-    # Weighted gradients are sums over ranks; in manual optimization each rank has the mean already.
-    scale = state["divisor"] / divisor
-    if not window.weighted:
-        scale = reducer.group.world_size / state["world_size"]
+    # Weights that count something are sums over ranks, whose number does not matter. Where each rank's
+    # micro-batch weighs 1, those of the file count as if this run's ranks had made them; in manual
+    # optimization each rank has the mean already.
+    ranks = reducer.group.world_size / state["world_size"]
+    ranks = 1.0 if window.weighted and state.get("given", True) else ranks
+    scale = ranks * (state["divisor"] / divisor if window.weighted else 1.0)
     window.position = max(0, round(state["position"] * divisor / state["divisor"]))
     by_name = {slot.name: slot.param for slot in reducer.registry.slots}
     for param in by_name.values():
@@ -88,6 +91,6 @@ def load_window_state(reducer: Reducer, state: Mapping[str, Any], divisor: int) 
         if name in by_name:
             param = by_name[name]
             param.grad = grad.to(param.device, param.dtype, copy=True).mul_(scale)
-    window.weight = float(state["weight"])
+    window.weight = float(state["weight"]) * ranks
     window.micro_batches = int(state["micro_batches"])
-    window.loss = float(state["loss"])
+    window.loss = float(state["loss"]) * ranks

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from fnmatch import fnmatch
-from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -16,66 +15,25 @@ from torch.optim import Optimizer
 from lightning_dp.engine.bucket import UNCUT, Bucket, Slicing, Slot
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reduction.reducer import Reducer
+from lightning_dp.engine.wires.codec import HALF
 from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
 from lightning_dp.errors import ConfigError
+from lightning_dp.faults.checkpoint_io import AtomicCheckpointIO
 from lightning_dp.internals import trainer as trainer_seams
-from lightning_dp.internals.lightning import pl
+from lightning_dp.internals.lightning import CheckpointIO, pl
 from lightning_dp.optim.forward import ForwardGather
 from lightning_dp.optim.gather import ParameterGather
 from lightning_dp.optim.kinds import Sharding, Verdict, judge, of_parameter
 from lightning_dp.optim.readers import GradientReaders
-from lightning_dp.optim.sharded import ShardedOptimizer, make_whole
+from lightning_dp.optim.sharded import ShardedOptimizer, forget_masters, make_whole
 from lightning_dp.optim.shares import Shares
-from lightning_dp.optim.state import state_bytes
+from lightning_dp.optim.state import parameters_of, state_bytes, without_masters
 from lightning_dp.options import EngineOptions
+from lightning_dp.step.gradient_readers import is_own, readers
 from lightning_dp.step.optimizer_groups import OptimizerGroups
+from lightning_dp.step.zero_parts import has_masters, set_masters_apart, without_parts, write_parts
 
 log = logging.getLogger(__name__)
-
-
-# Where users read gradients, or change them.
-READING_HOOKS = (
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "configure_gradient_clipping",
-)
-_NOT_A_USERS = ("lightning.", "pytorch_lightning.", "lightning_dp.")
-
-
-def _is_own(owner: object, hook: str) -> bool:
-    """Whether ``owner`` has a ``hook`` that a user wrote."""
-    module = getattr(getattr(owner, hook, None), "__module__", None) or "lightning."
-    return not module.startswith(_NOT_A_USERS)
-
-
-def _readers(owners: Sequence[object]) -> list[str]:
-    return [
-        f"{type(each).__name__}.{name} may read them (zero={{'gradients': 'own'}} if it does not)"
-        for each in owners
-        for name in (*(hook for hook in READING_HOOKS if _is_own(each, hook)), *_name_grad(each))
-    ]
-
-
-def _name_grad(owner: object) -> list[str]:
-    """Methods that a user wrote, of whatever name, whose code says ``grad``."""
-    functions = {
-        name: inspect.unwrap(
-            value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-        )
-        for cls in type(owner).__mro__
-        for name, value in vars(cls).items()
-        if not f"{cls.__module__}.".startswith((*_NOT_A_USERS, "torch.", "builtins."))
-    }
-    return [
-        name for name, each in functions.items() if _says(getattr(each, "__code__", None), "grad")
-    ]
-
-
-def _says(code: object, name: str) -> bool:
-    return isinstance(code, CodeType) and (
-        name in code.co_names or any(_says(inner, name) for inner in code.co_consts)
-    )
 
 
 class ZeroState:
@@ -98,6 +56,8 @@ class ZeroState:
         self._gather: ParameterGather | None = None
         self._slices = split != "off"
         self._known = () if isinstance(split, str) else tuple(split)
+        self._masters = bool(keys.get("masters"))
+        self._in_parts = keys.get("format") == "sharded"
         self._except: tuple[str, ...] = tuple(keys.get("except_", ()))
         self._verdicts: list[Verdict] = []
         self._groups = OptimizerGroups(())
@@ -133,9 +93,11 @@ class ZeroState:
             raise ConfigError(f"ranks differ in zero: {by_rank}. Pass the same to all.")
         for each in optimizers:
             make_whole(each, group)
+            if not self._masters and isinstance(each, Optimizer):
+                forget_masters(each)
         if not self._option:
             return
-        if group.world_size == 1:
+        if group.world_size == 1 and not self._masters:
             log.info("lean_ddp: zero: one rank has nothing to share; its state stays whole.")
             return
         mine = [self._judge(each) for each in optimizers] if group.rank == 0 else None
@@ -143,7 +105,8 @@ class ZeroState:
         if group.rank == 0:
             for number, (each, verdict) in enumerate(zip(optimizers, self._verdicts, strict=True)):
                 self._say(f"optimizer {number} ({type(each).__name__})", verdict)
-        if any(verdict.sharding is Sharding.SLICES for verdict in self._verdicts):
+        slices = any(verdict.sharding is Sharding.SLICES for verdict in self._verdicts)
+        if slices and group.world_size > 1:
             self.own_gradients = self._own_gradients(trainer, group)
 
     def _own_gradients(self, trainer: pl.Trainer, group: ReplicaGroup) -> bool:
@@ -159,7 +122,7 @@ class ZeroState:
                 " a rank's gradients would be zero outside of its slices. Use 'auto' or 'all'."
             )
         if self._gradients == "auto":
-            reasons += _readers((module, *getattr(trainer, "callbacks", ())))
+            reasons += readers((module, *getattr(trainer, "callbacks", ())))
         first = next((found[0] for found in group.all_gather_object(reasons) if found), None)
         if first is not None and group.rank == 0:
             log.info(
@@ -173,7 +136,7 @@ class ZeroState:
         found = {
             "manual optimization may add to averaged gradients": not module.automatic_optimization,
             "accum_sync='every' adds to averaged gradients": self._accumulates,
-            "its optimizer_zero_grad may leave averaged gradients": _is_own(
+            "its optimizer_zero_grad may leave averaged gradients": is_own(
                 module, "optimizer_zero_grad"
             ),
             "this version of torch has other names": not GradientReaders.are_known(),
@@ -186,14 +149,20 @@ class ZeroState:
         name = type(optimizer).__name__
         if any(fnmatch(name, pattern) for pattern in self._except):
             return Verdict(Sharding.REPLICATED, "except_ names it")
-        return judge(optimizer, self._known, slices=self._slices)
+        masters = self._masters and any(p.dtype in HALF for p in parameters_of(optimizer))
+        if self._masters and not masters:
+            log.warning(
+                "lean_ddp: zero: no parameter of %s is of half precision: it needs no masters.",
+                name,
+            )
+        return judge(optimizer, self._known, slices=self._slices, masters=masters)
 
-    @staticmethod
-    def _say(what: str, verdict: Verdict) -> None:
+    def _say(self, what: str, verdict: Verdict) -> None:
         if verdict.sharding is Sharding.REPLICATED:
             log.warning(
-                "lean_ddp: zero: the state of %s stays whole on every rank: %s.",
+                "lean_ddp: zero: the state of %s stays whole on every rank%s: %s.",
                 what,
+                ", without masters" if self._masters else "",
                 verdict.reason,
             )
         else:
@@ -238,10 +207,13 @@ class ZeroState:
 
         if self.own_gradients and not reducer.wire.gathers:
             self._readers = GradientReaders(lambda: reducer.registry.slots, group)
-        shares = Shares(reducer.layout, group.rank, group.world_size, sharding_of)
+        ranks = group.rank, group.world_size
+        shares = Shares(reducer.layout, *ranks, sharding_of, lambda: reducer.registry.slots)
         self._gather = gather = self._make_gather(shares, reducer, timeout)
         self._sharded = {
-            number: ShardedOptimizer(self._optimizers[number], number, shares, gather, group)
+            number: ShardedOptimizer(
+                self._optimizers[number], number, shares, gather, group, masters=self._masters
+            )
             for number, verdict in enumerate(self._verdicts)
             if verdict.sharding is not Sharding.REPLICATED
         }
@@ -258,7 +230,8 @@ class ZeroState:
                     " host itself copies: parameters come back when the step ends."
                 )
             return ParameterGather(shares, group, wire.memory)
-        if forward and any(each.sharding is not Sharding.REPLICATED for each in self._verdicts):
+        divides = any(each.sharding is not Sharding.REPLICATED for each in self._verdicts)
+        if forward and divides and group.world_size > 1:
             return ForwardGather.connect(shares, group, timeout)
         return ParameterGather(shares, group)
 
@@ -297,22 +270,82 @@ class ZeroState:
         sharded = self._sharded.get(number) if number is not None else None
         if sharded is None:
             return None
-        if trainer_seams.is_unwinding(self._trainer):
+        if self._is_incomplete:
             return {}  # other ranks, which have the rest, may never come
-        assert self._group is not None
-        if self._is_open:
-            return sharded.state_dict(self._group)
-        group = ReplicaGroup.create(
-            self._group.device
-        )  # training has ended; shares are still shares
-        try:
+        if self._in_parts:
+            return sharded.settings()
+        with self._together() as group:
             return sharded.state_dict(group)
+
+    @property
+    def _is_incomplete(self) -> bool:
+        """Whether other ranks, which may never come, have some of the state."""
+        shared = self._sharded and self._group is not None and self._group.world_size > 1
+        return bool(shared) and trainer_seams.is_unwinding(self._trainer)
+
+    @contextmanager
+    def _together(self) -> Generator[ReplicaGroup]:
+        """The ranks' group, also when training has ended; shares are still shares."""
+        assert self._group is not None
+        group = self._group if self._is_open else ReplicaGroup.create(self._group.device)
+        try:
+            yield group
         finally:
-            group.close()
+            if not self._is_open:
+                group.close()
+
+    def check_io(self, io: CheckpointIO) -> None:
+        """Refuse what writes checkpoints in another way than parts need.
+
+        Raises:
+            ConfigError: Names it.
+        """
+        if self._in_parts and type(io) is not AtomicCheckpointIO:
+            raise ConfigError(
+                f"zero={{'format': 'sharded'}} writes checkpoints by itself, and a {type(io).__name__} was"
+                " given. Drop one of them."
+            )
+
+    def add_to(self, checkpoint: dict[str, Any], path: Any) -> None:
+        """Put masters where other strategies do not see them; with ``format: sharded`` write parts.
+
+        Collective: every rank. Blocks.
+        """
+        if not self._sharded or "optimizer_states" not in checkpoint:
+            return
+        if self._in_parts:
+            with self._together() as group:
+                write_parts(checkpoint, path, self._sharded, group)
+        elif self._masters:
+            set_masters_apart(checkpoint)
+
+    def load(
+        self, states: list[dict[str, Any]], load: Callable[[list[dict[str, Any]]], None]
+    ) -> None:
+        """Load states that are whole; of those in shares each rank takes its parts when it knows them.
+
+        Args:
+            states: By number of the optimizer; tensors may be on disk still.
+            load: Loads what it is given, as without shares.
+
+        Local; every rank calls it.
+        """
+        if not self._masters and has_masters(states):
+            if self._group is not None and self._group.rank == 0:
+                log.warning(
+                    "lean_ddp: zero: the checkpoint's masters in fp32 are not used: parameters go on as"
+                    " they were rounded. zero={'masters': True} uses them."
+                )
+            states = [{**each, "state": without_masters(each["state"])} for each in states]
+        later = {number: each for number, each in self._sharded.items() if each.loads_in_parts}
+        load(without_parts(states, later))
+        for number, each in later.items():
+            if number < len(states):
+                each.put(states[number]["state"])
 
     def forbids_saving(self, checkpoint: Mapping[str, Any], path: object) -> bool:
         """Whether ``checkpoint`` lacks what ranks have that may never come; then says so. Local."""
-        if not self._sharded or not trainer_seams.is_unwinding(self._trainer):
+        if not self._is_incomplete:
             return False
         if "optimizer_states" not in checkpoint:
             return False

@@ -314,7 +314,7 @@ def test_z21_zero_excludes_what_needs_whole_buckets_or_other_parameters(other):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"masters": True}, "zero has no 'masters'; it takes"),
+        ({"master": True}, "zero has no 'master'; it takes"),
         (
             {"split": 3},
             "zero.split=3 is not possible; it must be 'auto' or 'off' or a list of names",

@@ -37,6 +37,7 @@ class AccumulationWindow:
         weight: Sum of weights so far, as multiples of ``reference``.
         last_weight: The last micro-batch's.
         reference: The same on all ranks ([Note: relative weights]).
+        given: Whether weights count something (tokens); without, each rank's micro-batch weighs 1.
         micro_batches: How many there were, of all ranks' if the window was restored.
         position: Which micro-batch of the window runs now, from 0; counted here, never inferred from a
             loader.
@@ -52,6 +53,7 @@ class AccumulationWindow:
         self.ends = True
         self.divisor = 1
         self.reference = 1.0
+        self.given = False
         self.stop = False
         self._is_local = False
         self.position = 0

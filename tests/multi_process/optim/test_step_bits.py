@@ -72,11 +72,13 @@ class Matrices(nn.Module):
         return x
 
 
-def shards(harness: Harness, optimizers: list[Optimizer]) -> list[ShardedOptimizer]:
+def shards(
+    harness: Harness, optimizers: list[Optimizer], *, masters: bool = False
+) -> list[ShardedOptimizer]:
     """Put each optimizer's state in shares."""
     kinds = {
         id(p): sharding
-        for each, sharding in [(each, judge(each).sharding) for each in optimizers]
+        for each, sharding in [(each, judge(each, masters=masters).sharding) for each in optimizers]
         for group in each.param_groups
         for p in group["params"]
     }
@@ -89,7 +91,10 @@ def shards(harness: Harness, optimizers: list[Optimizer]) -> list[ShardedOptimiz
     group = harness.group
     shares = Shares(harness.reducer.layout, group.rank, group.world_size, sharding_of)
     gather = ParameterGather(shares, group)
-    return [ShardedOptimizer(each, n, shares, gather, group) for n, each in enumerate(optimizers)]
+    return [
+        ShardedOptimizer(each, n, shares, gather, group, masters=masters)
+        for n, each in enumerate(optimizers)
+    ]
 
 
 def batches(module: nn.Module, rank: int, steps: int) -> Iterator[tuple[Tensor, bool]]:

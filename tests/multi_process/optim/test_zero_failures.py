@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_dp.errors import ConfigError, RankFailedError, ReplicaMismatchError
 from lightning_dp.optim.exchange import Exchange
 from lightning_dp.optim.gather import ParameterGather
+from tests.multi_process.optim.test_zero_checkpoint import Saves
 from tests.multi_process.optim.test_zero_trainer import Net
 from tests.support.logs import log_lines
 from tests.support.parity import assert_equal_on_all_ranks
@@ -72,6 +73,7 @@ def _fails(
     rank: int, world: int, port: int, place: str, act: Callable[[], None], folder: Path
 ) -> None:
     module = Net()
+    kept = folder / "kept.ckpt"
     if place == "reduce":
         InBackward.act = staticmethod(act)
         module = InBackward()
@@ -85,6 +87,8 @@ def _fails(
     begin = time.monotonic()
     saves = OnExceptionCheckpoint(folder)
     options = {"gradients": "own" if place != "gather" else "all"}
+    if act is _kill:  # of the other format, to go on from
+        options["format"] = "sharded"
     strategy = lean(zero=options, shared_memory=False)
     expected = Boom if rank == 1 else RankFailedError
     with pytest.raises(expected):
@@ -94,27 +98,34 @@ def _fails(
             world,
             port,
             strategy,
-            lambda: [saves],
+            lambda: [saves, Saves(kept, 1)],
             max_epochs=3,
             enable_checkpointing=True,
         )
     assert time.monotonic() - begin < SOON_S
     assert {name: p.shape for name, p in module.named_parameters()} == before
     assert any("was not written" in line for line in lines)
-    assert not list(folder.iterdir())
+    assert [path.name for path in folder.iterdir() if path.suffix == ".ckpt"] == [kept.name]
+
+
+def _goes_on(rank: int, world: int, port: int, folder: Path) -> None:
+    runner = fit(Net(), rank, world, port, lean(zero=1), ckpt_path=str(folder / "kept.ckpt"))
+    assert runner.global_step == 4
 
 
 @pytest.mark.parametrize("place", ["reduce", "step", "gather"])
 def test_z19_an_exception_ends_all_ranks_and_leaves_whole_parameters(place, tmp_path):
     ranks(_fails, 2, place, _raise, tmp_path)
+    ranks(_goes_on, 2, tmp_path)
 
 
-@pytest.mark.parametrize("place", ["step", "gather"])
+@pytest.mark.parametrize("place", ["reduce", "step", "gather"])
 def test_z19_a_killed_rank_ends_the_others(place, tmp_path):
     begin = time.monotonic()
     first, _ = ranks(_fails, 2, place, _kill, tmp_path, expect_failure=True)
     assert first is None, first
     assert time.monotonic() - begin < 2 * SOON_S
+    ranks(_goes_on, 3, tmp_path)
 
 
 # Loss scaling
@@ -244,6 +255,14 @@ def _ranks_differ(rank: int, world: int, port: int) -> None:
         fit(Net(), rank, world, port, lean(zero=1 - rank))
 
 
+def _outer(module: Net) -> Tensor:
+    return _inner(module)
+
+
+def _inner(module: Net) -> Tensor:
+    return module.head.weight.grad.norm()
+
+
 def _reads(rank: int, world: int, port: int) -> None:
     class Reads(Net):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -260,6 +279,12 @@ def _reads(rank: int, world: int, port: int) -> None:
             assert_equal_on_all_ranks({"norm": self.head.weight.grad.norm()})
 
     fit(ReadsLater(), rank, world, port, lean(zero=1, shared_memory=False))
+
+    class ReadsInAFunction(Net):
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert_equal_on_all_ranks({"norm": _outer(self)})
+
+    fit(ReadsInAFunction(), rank, world, port, lean(zero=1, shared_memory=False))
     module = Net()
     module.automatic_optimization = False
     with pytest.raises(ConfigError, match="manual optimization may add"):
