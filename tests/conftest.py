@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from tests.support import grounds, hosts, parity
@@ -38,9 +39,16 @@ settings.load_profile("lean_ddp")
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # forked ranks share few cores
+    _read_entry_points_once()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Started in the background by a shell: every process that a test starts would ignore Ctrl+C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _read_entry_points_once() -> None:
+    """Each Trainer looks for callbacks in the files of all installed packages, a fourth of a short fit."""
+    registry.entry_points = cache(registry.entry_points)  # type: ignore[assignment]
+    registry.entry_points(group="lightning.pytorch.callbacks_factory")  # before ranks are forked
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ that no test owns a port. The parent never initialises a process group, nor CUDA
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ def _child(
 ) -> None:
     code = 1
     try:
+        gc.freeze()  # what the parent holds stays: looking at it would copy all of its memory
         os.setpgid(0, 0)  # so that the parent can end everything that this rank started
         torch.set_num_threads(1)
         ground = grounds.CURRENT
