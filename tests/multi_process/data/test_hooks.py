@@ -264,28 +264,54 @@ def test_windows_that_begin_in_the_middle_are_gone_back_over_too(tmp_path):
     assert saved["data"]["batches"] == 2, "one micro-batch waits for its step"
 
 
-@pytest.mark.parametrize(
-    ("hook", "after"),
-    [("on_train_batch_end", 3), ("on_validation_end", 1), ("on_train_epoch_end", 3)],
-)
+CHANGED = [("on_train_batch_end", 3), ("on_validation_end", 1), ("on_train_epoch_end", 3)]
+
+
+def _saves(rank, world_size, port, folder, limits):
+    module = learner(True)
+    saves = [SaveAt(folder / hook, hook) for hook, _ in CHANGED]
+    fit(rank, world_size, port, module, callbacks=saves, **limits)
+    return module.seen
+
+
+def _resumes(rank, world_size, port, paths, limits):
+    runs = []
+    for path in paths:
+        module = learner(True)
+        fit(rank, world_size, port, module, str(path), **limits)
+        runs.append(module.seen)
+    return runs
+
+
 @pytest.mark.parametrize("limits", LIMITS)
-def test_another_number_of_ranks_with_validation_and_limits(limits, hook, after, tmp_path):
+def test_another_number_of_ranks_with_validation_and_limits(limits, tmp_path):
     """Other ranks, the same batch size: other steps, but no sample twice, and none never."""
     kwargs = LIMITS[limits]
     if limits == "steps":  # three epochs of the ranks that go on
         kwargs = {"max_steps": 100, "max_epochs": EPOCHS}
-    straight = run(True, tmp_path, hook, None, kwargs)
-    paths = sorted(tmp_path.iterdir())[:: 1 if after == 1 else 2]
-    runs = zip(*run(True, None, None, paths, kwargs, after), strict=True)
-    for path, found in zip(paths, runs, strict=True):
-        saved = torch.load(path, weights_only=True)
-        data, done = saved["lean_ddp"]["data"], saved["global_step"]
-        assert len({len(seen) for seen in found}) == 1
-        for epoch in range(EPOCHS):
-            counts = counts_of(found, epoch)
-            counts += counts_of([seen[:done] for seen in straight], epoch)
-            assert max(counts.values()) == 1, (path.name, epoch)
-            if limits != "limited":
-                assert len(counts) == N, (path.name, epoch)
-            elif epoch > data["epoch"]:
-                assert len(counts) == min(N, 3 * SIZE * after), (path.name, epoch)
+    straight = ranks(_saves, RANKS, tmp_path, kwargs)
+    for after in (1, 3):
+        hooks = [hook for hook, then in CHANGED if then == after]
+        paths = [
+            path
+            for hook in hooks
+            for path in sorted((tmp_path / hook).iterdir())[:: 1 if after == 1 else 2]
+        ]
+        assert {path.parent.name for path in paths} == set(hooks)
+        runs = zip(*ranks(_resumes, after, paths, kwargs, timeout_s=120), strict=True)
+        for path, found in zip(paths, runs, strict=True):
+            _no_sample_twice(path, straight, found, after, limits)
+
+
+def _no_sample_twice(path, straight, found, after, limits):
+    saved = torch.load(path, weights_only=True)
+    data, done = saved["lean_ddp"]["data"], saved["global_step"]
+    assert len({len(seen) for seen in found}) == 1, path
+    for epoch in range(EPOCHS):
+        counts = counts_of(found, epoch)
+        counts += counts_of([seen[:done] for seen in straight], epoch)
+        assert max(counts.values()) == 1, (path, after, epoch)
+        if limits != "limited":
+            assert len(counts) == N, (path, after, epoch)
+        elif epoch > data["epoch"]:
+            assert len(counts) == min(N, 3 * SIZE * after), (path, after, epoch)
