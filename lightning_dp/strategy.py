@@ -253,9 +253,8 @@ class LeanDDPStrategy(DDPStrategy):
         """
         assert self.lightning_module is not None
         self._undo_no_sync = trainer_seams.offer_no_sync(self.lightning_module, self.accumulate)
-        self.barrier(
-            "set-up"
-        )  # nobody can be interrupted while groups are made: all are here first
+        # Nobody can be interrupted while groups are made: all are here first.
+        self.barrier("set-up")
         self._engine.open(self.lightning_module, self.root_device, self._controller.supervision)
 
     def setup_environment(self) -> None:
