@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -167,6 +166,8 @@ class DigitsModule(pl.LightningModule):
         self.confusion.compute()  # over all ranks, so every rank has to come here
         folder = self.trainer.log_dir  # a broadcast, so every rank again
         if self.trainer.is_global_zero and self.logger is not None and folder is not None:
+            import matplotlib.pyplot as plt  # takes a second, which other ranks need not wait
+
             figure, _ = self.confusion.plot(cmap="Blues")
             figure.savefig(Path(folder) / "confusion.png", dpi=120)
             plt.close(figure)
