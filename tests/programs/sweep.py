@@ -23,7 +23,7 @@ ConfigStore.instance().store(
     name="drawn",
     node={
         "_target_": "hydra_plugins.drawn.DrawnSweeper",
-        "jobs": [["devices=2"], ["devices=3"], ["devices=2"], ["devices=1"]],
+        "jobs": [["devices=2"], ["devices=3"], ["devices=1"]],
     },
 )
 ConfigStore.instance().store(

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SOONER = ROOT / "tests" / "support" / "sooner"  # in PYTHONPATH: a program starts in half the time
 MARK = "LEAN_DDP_TEST_RUN"  # an environment variable that every process of a run inherits
 
 
@@ -54,15 +55,15 @@ class Program:
             not in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
             and not k.startswith(("SLURM_", "TORCHELASTIC_", "LEAN_DDP_"))
         }
-        paths = [str(ROOT), *([clean["PYTHONPATH"]] if clean.get("PYTHONPATH") else [])]
         full = {
             **clean,
-            "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             MARK: self.token,
             **(env or {}),
         }
+        paths = [str(SOONER), str(ROOT), full.get("PYTHONPATH", "")]
+        full["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self.begin = time.monotonic()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

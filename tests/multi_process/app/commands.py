@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
-from lightning_dp.app import cli
+from hydra.core.plugins import Plugins
 
-ROOT = Path(__file__).parents[3]
+from lightning_dp.app import cli
+from tests.support import programs
+
+ROOT = programs.ROOT
 BIN = Path(sys.executable).parent
 
 
@@ -32,7 +37,9 @@ def call(*command: str | Path, cwd: Path, timeout_s: float = 120.0, **environmen
         AssertionError: It had not ended after ``timeout_s`` seconds.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "LEAN_DDP_", "PYTEST_"))}
-    env |= {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{env['PATH']}", **environment}
+    env |= {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{env['PATH']}"}
+    paths = [str(programs.SOONER), env.get("PYTHONPATH", "")]
+    env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,
@@ -71,6 +78,9 @@ def forked(folder: Path, *argv: str, timeout_s: float = 60.0) -> tuple[int, str]
     Raises:
         AssertionError: It had not ended after ``timeout_s`` seconds.
     """
+    for module in ("mistakes", "report", "settings"):
+        import_module(f"lightning_dp.app.{module}")
+    Plugins.instance()  # found once, not in each fork
     sys.stdout.flush()
     sys.stderr.flush()
     printed = folder / "printed"
@@ -78,6 +88,7 @@ def forked(folder: Path, *argv: str, timeout_s: float = 60.0) -> tuple[int, str]
     if pid == 0:
         code = 70
         try:
+            gc.freeze()  # as in run_ranks
             file = os.open(printed, os.O_CREAT | os.O_WRONLY)
             os.dup2(file, 1)
             os.dup2(file, 2)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from lightning_dp.app import conf_tools, data_picture, doctor, plan, smoke
+from tests.multi_process.app.commands import succeed
 
 # Runs the command, then says what it has loaded. Neither library is needed to print a text.
 LOADED = """
@@ -91,7 +92,7 @@ def test_control_a_poor_option_is_found():
     assert poor(parser, "x") == ["x --bare", "x deep --vague"]
 
 
-def test_the_names_are_registered_where_an_inner_module_is_imported_first():
+def test_the_names_are_registered_where_an_inner_module_is_imported_first(tmp_path):
     """Other orders: ``launch/test_namespaces.py``."""
     check = "; ".join(
         [
@@ -102,4 +103,4 @@ def test_the_names_are_registered_where_an_inner_module_is_imported_first():
             "assert s.StrategyRegistry['lean_ddp']['strategy'] is lightning_dp.LeanDDPStrategy",
         ]
     )
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+    succeed(sys.executable, "-c", check, cwd=tmp_path)

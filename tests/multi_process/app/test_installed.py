@@ -77,9 +77,8 @@ def test_the_command_trains_away_from_the_checkout(away, tmp_path):
         cwd=tmp_path,
     )
     assert Path(where.strip()).is_relative_to(away), where
-    output = succeed(
-        "lean-ddp", "train", "trainer.max_epochs=1", cwd=tmp_path, PATH=bin_first(away)
-    )
+    alone = {"PATH": bin_first(away), "PYTHONPATH": ""}
+    output = succeed("lean-ddp", "train", "trainer.max_epochs=1", cwd=tmp_path, **alone)
     assert re.search(r"ranks +│ 2 ", output), output
     (run,) = (tmp_path / "outputs" / "train").iterdir()
     assert (run / "curves.png").is_file()

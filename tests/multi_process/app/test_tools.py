@@ -11,6 +11,7 @@ from lightning_dp.app import conf_tools, doctor, smoke, smoke_run
 from lightning_dp.app.cli import main
 from lightning_dp.app.findings import Finding, report
 from lightning_dp.internals import binding
+from tests.support import programs
 
 PLAIN: dict[str, str] = {}
 
@@ -212,6 +213,10 @@ class TestConf:
 
 @pytest.mark.multi_process
 class TestSmoke:
+    @pytest.fixture(autouse=True)
+    def sooner(self, monkeypatch):
+        monkeypatch.setenv("PYTHONPATH", str(programs.SOONER))
+
     def test_two_ranks(self, tmp_path):
         findings = smoke.smoke(tmp_path, 2, "gloo", 120)
         assert levels(findings) == {"ok"}, findings

@@ -22,7 +22,7 @@ def told(folder: Path):
 
 def test_a_sweep_with_a_failing_job(tmp_path):
     run = run_program(
-        python(SWEEP, "-m", "devices=2", "job=0,1,2,3", "fail_on=1", "hydra.job.chdir=true"),
+        python(SWEEP, "-m", "devices=2", "job=0,1,2", "fail_on=1", "hydra.job.chdir=true"),
         cwd=tmp_path,
         timeout_s=200,
     )
@@ -35,7 +35,7 @@ def test_a_sweep_with_a_failing_job(tmp_path):
     assert "rank 1 " in run.out
     assert "ENVIRONMENT []" in run.out
     pids = set()
-    for job in range(4):
+    for job in range(3):
         folder = sweeps[0] / str(job)
         ranks = told(folder)
         if job == 1:
@@ -53,7 +53,7 @@ def test_a_sweep_with_a_failing_job(tmp_path):
         assert (folder / "sweep.log").exists()
         assert (folder / "sweep.rank1.log").exists()
         pids.add(ranks[1]["pid"])
-    assert len(pids) == 3, "fresh ranks for each job"
+    assert len(pids) == 2, "fresh ranks for each job"
 
 
 def test_a_single_job_ends_with_the_code_of_the_rank_that_died(tmp_path):
@@ -68,19 +68,19 @@ def test_a_sweeper_that_draws_numbers_and_devices_that_change(tmp_path):
         python(SWEEP, "-m", "hydra/sweeper=drawn"),
         cwd=tmp_path,
         timeout_s=200,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'programs' / 'plugins'}"},
+        env={"PYTHONPATH": str(ROOT / "tests" / "programs" / "plugins")},
     )
     assert run.code == 0, run.out
     assert run.left == []
     (sweep,) = tmp_path.glob("multirun/*/*")
     drawn = []
-    for job, devices in enumerate((2, 3, 2, 1)):
+    for job, devices in enumerate((2, 3, 1)):
         ranks = told(sweep / str(job))
         assert set(ranks) == set(range(devices))
         assert len({rank["config"]["foo"] for rank in ranks.values()}) == 1
         assert all(rank["world_size"] == [devices, devices] for rank in ranks.values())
         drawn.append(ranks[0]["config"]["foo"])
-    assert len(set(drawn)) == 4
+    assert len(set(drawn)) == 3
     assert f"OBJECTIVES {drawn}" in run.out
     assert "ENVIRONMENT []" in run.out
 
@@ -105,7 +105,6 @@ def test_interpreter_options_module_and_config_options_are_kept(tmp_path):
             "+added=[a b,c]",
         ),
         cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT)},
     )
     assert run.code == 0, run.out
     assert run.left == []
