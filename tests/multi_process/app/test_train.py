@@ -71,9 +71,14 @@ def test_torchrun_is_the_same_training_in_one_folder(short_run, tmp_path):
     assert {"train.log", "train_rank1.log"} <= {path.name for path in folder.iterdir()}
 
 
-def test_control_another_seed_is_another_training(short_run, tmp_path):
-    succeed("lean-ddp", "train", *SHORT, "seed=43", "hydra.run.dir=run", cwd=tmp_path)
-    assert not same(weights(short_run), weights(Run(tmp_path / "run", "")))
+@pytest.mark.parametrize("seed", [42, 43])
+def test_forked_ranks_are_the_same_training_and_control_another_seed_is_another(
+    seed, short_run, tmp_path
+):
+    options = (*SHORT, f"seed={seed}", "strategy.start_method=fork", "hydra.run.dir=run")
+    code, printed = forked(tmp_path, "train", *options)
+    assert code == 0, printed
+    assert same(weights(short_run), weights(Run(tmp_path / "run", ""))) == (seed == 42)
 
 
 def test_evaluate_gives_the_test_result_of_the_run(short_run, tmp_path):
