@@ -19,6 +19,9 @@ OTHER_PACKAGE_TESTS := tests/unit/test_internals_engine.py tests/unit/test_inter
 	tests/unit/test_internals_runs.py tests/unit/test_internals_stacks.py tests/unit/test_lightning_cli.py \
 	$(addprefix tests/multi_process/,step/test_trainer.py step/test_trainer_fit.py data/test_loaders.py)
 BIN    := $(VENV)/bin
+# One thread a rank: several ranks share few cores, and results do not depend on their number. Compiled files are
+# kept also where the environment says otherwise: each of many processes would compile the package and the tests.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 STAMP  := $(VENV)/.installed
 
 .PHONY: train test test-gpu check lint bench bench-gpu install clean
@@ -42,18 +45,18 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# One thread a rank: several ranks share few cores, and results do not depend on their number. Most tests wait more
-# than they compute, for ranks that start or end, so a few run at a time: make JOBS=0 test for one after the other.
+# Most tests wait more than they compute, for ranks that start or end, so a few run at a time: make JOBS=0 test for
+# one after the other.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p tests.support.other_package \
+	$(PYTEST) -n $(JOBS) --dist worksteal -p tests.support.other_package \
 		-m "not gpu and not multi_gpu" -k "not compile and not precision" $(OTHER_PACKAGE_TESTS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu or multi_gpu" $(ARGS)
+	$(PYTEST) -m "gpu or multi_gpu" $(ARGS)
 
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(ARGS)
+	$(PYTEST) tests/unit $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
