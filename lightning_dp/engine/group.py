@@ -93,6 +93,14 @@ class ReplicaGroup:
         """Whether a wait for a collective blocks the host (gloo, also for an accelerator), not a stream."""
         return self.device.type == "cpu" or "nccl" not in dist.get_backend(self.process_group)
 
+    @property
+    def apart(self) -> dist.ProcessGroup | None:
+        """The group of a small message on ``device`` beside buckets, some of which may not have left.
+
+        A wire that has no memory for all of them sends some later, and how many differs between ranks.
+        """
+        return self.control_group if self.waits_on_host else self.process_group
+
     def close(self) -> None:
         """End the groups and let go of them. Local.
 

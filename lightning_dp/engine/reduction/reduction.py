@@ -405,7 +405,7 @@ class Reduction:
         message = torch.cat([block, *flags])
         self._is_sending = True  # and is not sent twice
         op = dist.ReduceOp.AVG
-        return message, dist.all_reduce(message, op=op, group=group.process_group, async_op=True)
+        return message, dist.all_reduce(message, op=op, group=group.apart, async_op=True)
 
     def _news(self, *, new: bool, error: bool) -> dict[int, float | Tensor]:
         backward_s, buffers = now() - self.times.begin, self.parts.buffers

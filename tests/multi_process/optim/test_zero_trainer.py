@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
+from lightning_dp.engine.wires import shard
 from lightning_dp.errors import ReplicaMismatchError
 from lightning_dp.optim.gather import ParameterGather
 from tests.multi_process.optim.test_step_bits import assert_same_bytes
@@ -242,6 +243,22 @@ def test_z5_z9_z10_own_gradients_only(world_size):
 @both_worlds
 def test_z5_z9_z10_z11_z12_z14_the_same_bits_in_a_trainer(world_size):
     ranks(_all_runs, world_size, {}, timeout_s=200)
+
+
+def _little_memory(rank: int, world: int, port: int) -> None:
+    """Slices wait for memory, on one rank longer than on the other."""
+    shard.RECEIVE_BYTES = 1
+    advance = shard.ShardWire.advance
+    if rank == 1:
+        shard.ShardWire.advance = lambda self: None if self._reducing else advance(self)
+    options = {"shared_memory": False, "bucket_cap_mb": 0.001}
+    name = "groups, schedule, clipping"
+    weights, _, _ = _run(rank, world, port, name, options, {"gradients": "own"})
+    assert_equal_on_all_ranks(weights)
+
+
+def test_what_is_sent_later_for_want_of_memory_meets_its_own():
+    ranks(_little_memory, 2)
 
 
 def test_control_a_step_that_is_not_gathered_is_found():
