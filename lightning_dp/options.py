@@ -162,9 +162,8 @@ class EngineOptions(Checked):
             itself; ``gradients``: a rank gets the means of its ``"own"`` slices only, and zeros elsewhere,
             or of ``"all"`` (half as many bytes more), or the latter where a hook may read them
             (``"auto"``); ``except_`` are patterns of parameter names, or names of optimizer classes, whose
-            state stays whole on every rank; ``masters`` updates parameters of half precision in fp32, of
-            which each rank keeps its share; ``format``: rank 0 writes the whole state, as ``ddp`` does
-            (``"plain"``), or every rank its own into a folder beside the file (``"sharded"``).
+            state stays whole on every rank; ``masters`` updates parameters of half precision in fp32;
+            ``format``: rank 0 writes the whole state as ``ddp`` does (``"plain"``), or each rank its part.
     """
 
     bucket_cap_mb: float | Literal["auto"] = "auto"

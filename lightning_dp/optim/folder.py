@@ -228,7 +228,12 @@ class Folder:
     def _read(self, items: list[ReadItem], flat: Tensor | None = None) -> _Target:
         target = _Target(self._weights_only)
         target.flat = flat
-        self._reader.read_data(LoadPlan(items), target).wait()  # type: ignore[arg-type]  # as above
+        try:
+            self._reader.read_data(LoadPlan(items), target).wait()  # type: ignore[arg-type]  # as above
+        except Exception as error:  # whatever reading nonsense raises
+            raise CheckpointError(
+                f"{self.path} is damaged, or lacks a file: {error}. Resume from another checkpoint."
+            ) from error
         return target
 
 

@@ -105,18 +105,24 @@ def zero(form: str) -> Any:
 
 
 PLACES = {"mid-epoch": 6, "mid-window": 7}
-NETS = (Net, Steady, Eager, Tensors)
+SAVED: dict[type[Net], tuple[str, ...]] = {
+    Steady: ("mid-epoch",),
+    Eager: ("mid-epoch", "mid-window"),
+    Tensors: ("mid-window",),
+}
 
 
 def _save(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]:
     """On 3 ranks: what the uninterrupted run does, and files from its midst in both formats."""
     found = {}
-    for make in NETS:
+    for make, places in SAVED.items():
         expected = run(rank, world, port, make, lean(), Records())
-        for place, batch in list(PLACES.items())[: 1 if make is Steady else 2]:
+        for place in places:
             for form in FORMATS[: 1 if make is Steady else 2]:
                 path = folder / f"{make.__name__}-{place}-{form}.ckpt"
-                losses, weights = run(rank, world, port, make, zero(form), Records(path, batch))
+                losses, weights = run(
+                    rank, world, port, make, zero(form), Records(path, PLACES[place])
+                )
                 assert losses == expected[0], path
                 assert_same_bytes(weights, expected[1], path.name)
         found[make.__name__] = expected
@@ -126,14 +132,13 @@ def _save(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]:
 def _go_on(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]:
     """From every file, in either format, without shares, and in ``ddp`` from what it can read."""
     found = {}
-    for make in NETS:
-        for place in PLACES if make is not Steady else ("mid-epoch",):
-            for form in FORMATS:
+    for make, places in SAVED.items():
+        for place in places:
+            for form in FORMATS[: 1 if make is Steady else 2]:
                 path = folder / f"{make.__name__}-{place}-{form}.ckpt"
-                other = FORMATS[form == "plain"]
-                ways: list[Any] = [zero(other)] if make is not Steady else []
-                ways += [zero(form), lean()] if make is Eager and world in (1, 3) else []
-                if make is Steady and form == "plain":  # of windows ddp keeps nothing
+                ways: list[Any] = [zero(FORMATS[form == "plain"])]
+                ways += [zero(form), lean()] if make is Eager and world == 1 else []
+                if make is Steady:  # of windows ddp keeps nothing
                     ways.append(ddp(find_unused_parameters=True))
                 for number, strategy in enumerate(ways):
                     key = f"{make.__name__} {place} {form} {number}"
@@ -143,7 +148,7 @@ def _go_on(rank: int, world: int, port: int, folder: Path) -> dict[str, Any]:
 
 def test_z7_z23_saved_by_three_ranks_goes_on_in_any_number_and_in_ddp(tmp_path):
     expected = ranks(_save, 3, tmp_path, timeout_s=120)[0]
-    for world in (1, 2, 3, 4):
+    for world in (1, 2, 4):
         for where, (losses, weights) in ranks(_go_on, world, tmp_path, timeout_s=120)[0].items():
             name, place = where.split()[:2]
             curve, final = expected[name]
@@ -260,9 +265,13 @@ def test_z23_a_damaged_part_is_named_and_what_is_not_needed_is_removed(tmp_path)
         ):
             file.write_bytes(broken)
             told = [named_by(rank) for rank in (0, 1)]
-            assert [str(file) in text for text in told] == [number != 2, number != 1], told
+            checks = {0: (0, 1), 1: (0,), 2: (1,)}[
+                number
+            ]  # every rank some; what it needs, it reads
+            assert all(str(file) in told[rank] for rank in checks), told
         file.unlink()
-        assert any("is missing" in named_by(rank) and name in named_by(rank) for rank in (0, 1))
+        assert any(f"{name} is missing" in named_by(rank) for rank in (0, 1))
+        assert all("parts" in named_by(rank) for rank in (0, 1))
         file.write_bytes(kept_bytes)
     assert named_by(0) == named_by(1) == ""
     shutil.move(path, tmp_path / "elsewhere.ckpt")
