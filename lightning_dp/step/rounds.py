@@ -20,6 +20,10 @@ from lightning_dp.step.outer_state import steps_since, take_own
 log = logging.getLogger(__name__)
 
 
+def _nothing() -> None:
+    """Undo nothing."""
+
+
 class Rounds:
     """Nothing but attributes where the option is not given, and with one rank.
 
@@ -35,7 +39,7 @@ class Rounds:
         check_outer(options, hook=hook)
         self._options = options
         self._outer: Outer | None = None
-        self._undo: Callable[[], None] = lambda: None
+        self._undo: Callable[[], None] = _nothing  # by name: a spawned rank gets a pickled copy
         self._saved: Mapping[str, Any] | None = None
 
     def connect(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -52,6 +53,13 @@ def test_the_trainer_takes_the_name():
     trainer = Trainer(strategy="lean_ddp", accelerator="cpu", devices=1, logger=False)
     assert isinstance(trainer.strategy, LeanDDPStrategy)
     assert isinstance(trainer.strategy, DDPStrategy)
+
+
+@pytest.mark.parametrize("name", ["lean_ddp_spawn", "lean_zero1_spawn"])
+def test_a_spawned_rank_gets_a_copy(name):
+    trainer = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+    copy = pickle.loads(pickle.dumps(trainer.strategy.launcher))
+    assert type(copy) is type(trainer.strategy.launcher)
 
 
 def test_an_unknown_argument_names_the_nearest():
