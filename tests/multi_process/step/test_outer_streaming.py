@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -215,37 +214,40 @@ def test_D7_no_step_sends_more_than_a_fragment():
 
 
 class SlowLink(RecordingWire):
-    """Whatever is sent arrives as if on a link of so many bytes a second; adds up what was waited for."""
+    """A link that takes ``steps_a_byte``, a bucket at a time; adds up how many steps were waited for.
 
-    def __init__(self, inner, bytes_per_s):
+    Its clock is the number of steps, so that nothing depends on how busy the machine is.
+    """
+
+    def __init__(self, inner, steps_a_byte, step):
         super().__init__(inner)
-        self.bytes_per_s, self.waited = bytes_per_s, 0.0
+        self.steps_a_byte, self.step = steps_a_byte, step
+        self.is_free_at, self.waited = 0.0, 0.0
 
     def launch(self, bucket):
-        work, arrives = super().launch(bucket), time.monotonic() + bucket.nbytes / self.bytes_per_s
+        work, arrives = super().launch(bucket), max(self.is_free_at, self.step() + self.waited)
+        self.is_free_at = arrives = arrives + bucket.nbytes * self.steps_a_byte
 
         def wait():
-            late = max(0.0, arrives - time.monotonic())
-            self.waited += late
-            time.sleep(late)
+            self.waited += max(0.0, arrives - self.step() - self.waited)
             work.wait()
 
         return SimpleNamespace(wait=wait)
 
 
 class Slow(Wide):
-    """5 ms a step; the whole model takes six on the link, as 48 MiB of an MLP on 1 Gbit/s."""
+    """The whole model takes six steps on the link, as 48 MiB of an MLP on 1 Gbit/s."""
 
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step in (55, 105):  # a round, after buckets were planned
-            self.marks.append((time.monotonic(), self.wire.waited))
-        time.sleep(0.005)
+            self.marks.append(self.wire.waited)
         return super().training_step(batch, batch_idx)
 
     def on_train_start(self):
         reducer, self.marks = self.trainer.strategy._engine.reducer, []
         nbytes = sum(parameter.nbytes for parameter in self.parameters())
-        self.wire = reducer.wire = SlowLink(reducer.wire, nbytes / 0.030)
+        trainer = self.trainer
+        self.wire = reducer.wire = SlowLink(reducer.wire, 6 / nbytes, lambda: trainer.global_step)
         object.__setattr__(reducer._parts, "wire", self.wire)
 
 
@@ -258,15 +260,15 @@ def _hides(rank, world_size, port):
             module, rank, world_size, port, lean(outer=outer, bucket_cap_mb=0.005),
             max_steps=110, max_epochs=-1,
         )  # fmt: skip
-        (begin, before), (end, after) = module.marks
-        shares.append((after - before) / (end - begin))
+        before, after = module.marks
+        shares.append((after - before) / 50)
     return shares
 
 
 def test_D9_local_steps_hide_a_slow_link():
     for streamed, together in ranks(_hides, 2):
         assert streamed <= 0.03
-        assert together > 0.01  # control; more on a quiet machine
+        assert together > 0.1  # control
 
 
 def _on_each_wire(rank, world_size, port):
