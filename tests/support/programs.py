@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,10 +20,12 @@ MARK = "LEAN_DDP_TEST_RUN"  # an environment variable that every process of a ru
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that was free a moment ago, below those that systems give to whoever connects meanwhile."""
+    draw = random.SystemRandom()  # another one in each test process, whatever was seeded
+    while True:
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", draw.randrange(10_000, 32_000)))
+            return int(sock.getsockname()[1])
 
 
 @dataclasses.dataclass
