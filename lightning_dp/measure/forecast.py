@@ -291,7 +291,10 @@ def _caps(
     arrivals, specs = _slots(profile, job.wire, scale)
     link = fabric.link(ranks, 0.5 if job.zero else 1.0)
     backward_s = profile.backward_s * scale
-    return choose(arrivals, specs, backward_s, link, SIZES_MIB, fabric.message_s).caps
+    gradients = sum(spec.nbytes for spec in specs) / MIB
+    whole = min((size for size in SIZES_MIB if size >= gradients), default=SIZES_MIB[0])
+    sizes = [size for size in SIZES_MIB if size <= whole]  # larger ones hold nothing more
+    return choose(arrivals, specs, backward_s, link, sizes, fabric.message_s).caps
 
 
 def _step(

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from lightning_dp.app import plan
-from lightning_dp.engine.plan.cost import Fabric, Line
+from lightning_dp.engine.plan.cost import MIB, Fabric, Line
 from lightning_dp.engine.wires.codec import Half, Int8
 from lightning_dp.errors import ConfigError
 from lightning_dp.measure.forecast import (
+    SIZES_MIB,
     WIRES,
     Job,
     RunProfile,
@@ -163,6 +164,13 @@ def test_many_ranks_get_large_buckets_and_4096_take_less_than_a_second():
     assert rows[-1].bucket_mib > rows[2].bucket_mib
     steps = [row.step_s for row in rows]
     assert steps == sorted(steps)
+
+
+def test_no_bucket_is_named_that_is_larger_than_it_need_be():
+    gradients = sum(nbytes for _, nbytes in PROFILE.gradients) / MIB
+    for n in plan.ranks_of("2..4096"):
+        size = forecast(PROFILE, ETHERNET, Job(), n).bucket_mib
+        assert size <= min(each for each in SIZES_MIB if each >= gradients), n
 
 
 def test_an_interval_widens_beyond_what_was_measured():
