@@ -20,7 +20,8 @@ from lightning_dp.errors import ConfigError, RankFailedError
 from lightning_dp.step.outer_checks import refuse_module
 from tests.support.logs import log_lines
 from tests.support.modules import Base
-from tests.support.parity import as_bytes, assert_equal_on_all_ranks
+from tests.support.parity import assert_equal_on_all_ranks
+from tests.support.rounds import Saves, again, held
 from tests.support.trainers import Rows, fit, lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
@@ -47,29 +48,6 @@ class Net(Base):
         self.made = torch.optim.AdamW(self.parameters(), lr=0.02)
         self.schedule = StepLR(self.made, 4, 0.5)
         return [self.made], [{"scheduler": self.schedule, "interval": "step"}]
-
-
-def held(module):
-    return [as_bytes(value) for value in module.state_dict().values()]
-
-
-def again(environment):
-    """Lightning's environment forgets its variables after a fit."""
-    os.environ.update(environment)
-
-
-class Saves(Callback):
-    """Checkpoints after these steps, and whether they changed what the rank trains."""
-
-    def __init__(self, folder, steps):
-        self.folder, self.steps = folder, [*steps]
-
-    def on_train_batch_end(self, trainer, module, *_):
-        if trainer.global_step in self.steps:
-            self.steps.remove(trainer.global_step)
-            before = held(module)
-            trainer.save_checkpoint(f"{self.folder}/{trainer.global_step}.ckpt")
-            assert held(module) == before
 
 
 def _resumes(rank, world_size, port, folder, accumulate):

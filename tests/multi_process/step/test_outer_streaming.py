@@ -19,6 +19,7 @@ from lightning_dp.errors import RankFailedError
 from tests.support.logs import log_lines
 from tests.support.modules import Base
 from tests.support.parity import as_bytes, assert_equal_on_all_ranks
+from tests.support.rounds import Saves, again, held
 from tests.support.trainers import Rows, fit, lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
@@ -50,15 +51,6 @@ class Normed(Net):
 
     def loss(self, x):
         return self(self.norm(x)).square().mean()
-
-
-def held(module):
-    return [as_bytes(value) for value in module.state_dict().values()]
-
-
-def again(environment):
-    """Lightning's environment forgets its variables after a fit."""
-    os.environ.update(environment)
 
 
 class Fragments(Callback):
@@ -298,20 +290,6 @@ def test_replicas_are_equal_on_each_wire_and_where_reads_are_late():
 
 
 # Saved under way
-
-
-class Saves(Callback):
-    """Checkpoints after these steps, which change nothing of what the rank trains."""
-
-    def __init__(self, folder, steps):
-        self.folder, self.steps = folder, [*steps]
-
-    def on_train_batch_end(self, trainer, module, *_):
-        if trainer.global_step in self.steps:
-            self.steps.remove(trainer.global_step)
-            before = held(module)
-            trainer.save_checkpoint(f"{self.folder}/{trainer.global_step}.ckpt")
-            assert held(module) == before
 
 
 STEPS = (3, 7, 11)  # fragments leave after steps 2, 4 and 6, and are applied two later
