@@ -96,9 +96,15 @@ class WindowTotals:
         )
 
 
+_SIGNS = [
+    {int(Control.STEP) + bit: 1.0 if step >> bit & 1 else -1.0 for bit in range(STEP_BITS)}
+    for step in range(1 << STEP_BITS)
+]
+
+
 def step_signs(step: int) -> dict[int, float]:
     """The places and values that tell ``step`` ([Note: signs])."""
-    return {Control.STEP + bit: 1.0 if step >> bit & 1 else -1.0 for bit in range(STEP_BITS)}
+    return _SIGNS[step % len(_SIGNS)]
 
 
 def steps_differ(means: list[float]) -> bool:
@@ -107,12 +113,18 @@ def steps_differ(means: list[float]) -> bool:
     return any(abs(sign) < 1 - 1e-4 for sign in signs)
 
 
-def write(block: Tensor, values: Mapping[int, float | Tensor]) -> None:
-    """Overwrite ``block``, shape ``(CONTROL_SIZE,)``; a value on a device is not read by the host."""
+def write(block: Tensor, values: Mapping[int, float | Tensor], *, read: bool) -> None:
+    """Overwrite ``block``, shape ``(CONTROL_SIZE,)``.
+
+    Args:
+        block: fp32 or fp64.
+        values: By place.
+        read: Whether the host may read values that are tensors; otherwise they are copied on their device.
+    """
     numbers = [0.0] * CONTROL_SIZE
     on_device = {}
     for place, value in values.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not read:
             on_device[place] = value
         else:
             numbers[place] = float(value)
@@ -134,24 +146,44 @@ def copy_to_host(block: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 class Reading:
-    """A reduced control block on its way to the host.
+    """A reduced control block, for its device and for the host.
 
-    On a CPU the values are there. On an accelerator they are copied behind the step's own work and read
-    one step
-    later: reading them at once would stop the host in every step. All ranks are one step late alike, so
-    what they do about it still pairs up.
+    On a CPU the host reads it at once. On an accelerator it is copied behind the step's own work and read
+    one step later: reading it at once would stop the host in every step. All ranks are one step late
+    alike, so what they do about it still pairs up.
 
     Args:
         block: Shape ``(CONTROL_SIZE,)``, reduced.
-        copy: Whether to copy it now, since its memory will be used again before it is read.
+        at_once: Whether the host reads it now.
+
+    Attributes:
+        block: The same, until :meth:`leave`.
     """
 
-    def __init__(self, block: Tensor, *, copy: bool) -> None:
-        self._host, self._event = copy_to_host(block) if copy else (block, None)
+    def __init__(self, block: Tensor, *, at_once: bool) -> None:
+        self.block = block
+        self._host: Tensor = block
+        self._event: torch.cuda.Event | None = None
+        self._means: list[float] | None = block.tolist() if at_once else None
+
+    def leave(self, *, read: bool) -> None:
+        """Let go of the block's memory, which will be used again.
+
+        Args:
+            read: Whether the host reads now what it has not read yet, or copies it to read it later.
+        """
+        if read:
+            self.means()
+        elif self._means is None:
+            self._host, self._event = copy_to_host(self.block)
+        if self._host is self.block:
+            del self._host
+        del self.block
 
     def means(self) -> list[float]:
-        """The values, means over ranks. Waits for the copy, not for the device's queue."""
-        if self._event is not None:
-            self._event.synchronize()
-        values: list[float] = self._host.tolist()
-        return values
+        """The values, means over ranks. Waits for a copy, if there is one, not for the device's queue."""
+        if self._means is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._means = self._host.tolist()
+        return self._means

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from lightning_dp.engine.bucket import Bucket
+from lightning_dp.engine.control import Reading
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.agreement import Agreement
 from lightning_dp.engine.plan.layout import Layout
@@ -36,7 +35,7 @@ class Outcome:
     """What came of a reduction.
 
     Attributes:
-        control: The reduced control block, shape ``(CONTROL_SIZE,)``; ``None`` where nothing was sent.
+        control: The reduced control block; ``None`` where nothing was sent.
         late: Names of parameters whose second gradient came too late, on this rank.
         buffers: Names of buffers that changed, on this rank.
         finite: The look at local gradients, where it was asked for.
@@ -45,7 +44,7 @@ class Outcome:
         stop: Whether some rank asks to stop, where that is known at once.
     """
 
-    control: Tensor | None = None
+    control: Reading | None = None
     late: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     finite: FiniteCheck | None = None

@@ -114,7 +114,7 @@ class Reducer:
         self._known: dict[frozenset[int] | None, frozenset[int]] = {}  # sent last, by partitions
         self._passed: frozenset[int | str] = frozenset()  # trained earlier in the window
         self._unread: tuple[Reading, Outcome, int, float] | None = None
-        self._last: tuple[Tensor, float] | None = None  # the last control block and its reference
+        self._last: tuple[Reading, float] | None = None  # the last control block and its reference
         self.settled: WindowTotals | None = None
         self._handles: dict[int, Any] = {}  # by slot number
         seams.keep_dynamo_out()
@@ -230,6 +230,7 @@ class Reducer:
         reduction = self._begin(-1, partitions)
         under_way = reduction.send()
         if under_way:
+            reduction.keep_window()
             self._sent, self._reduction = reduction, None
             self.window.reset()
         else:
@@ -357,7 +358,8 @@ class Reducer:
             self.abort(
                 RuntimeError("an earlier backward ended without its end-of-backward callback")
             )
-        self.release_storage()
+        if not outermost:  # otherwise that was done when the loss was seen
+            self.release_storage()
         reduction = self._begin(task, None)
         tunes = self.layout.options.tune and not self.wire.keyed_by_bucket
         if tunes and self.reductions == TUNE_AT:
@@ -409,9 +411,9 @@ class Reducer:
         if outcome.control is None:
             return
         read_now = self.group.host_reads_are_free or self.reductions <= LEARNING_REDUCTIONS
-        block = outcome.control.clone()
-        self._last = block, window.reference
-        self._unread = Reading(block, copy=not read_now), outcome, window.step, window.reference
+        self._last = outcome.control, window.reference
+        self._unread = outcome.control, outcome, window.step, window.reference
+        outcome.control.leave(read=read_now)
         if read_now:
             self.settle()
 
@@ -454,8 +456,8 @@ class Reducer:
         """
         if self._last is None:
             return None
-        block, reference = self._last
-        return WindowTotals.from_means(block.tolist(), self.group.world_size, reference)
+        reading, reference = self._last
+        return WindowTotals.from_means(reading.means(), self.group.world_size, reference)
 
     def _announce(self, outcome: Outcome) -> None:
         """Tell the wire and the log about new buckets."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.engine.bucket import Bucket, Slot
-from lightning_dp.engine.control import CONTROL_SIZE, Control
+from lightning_dp.engine.control import CONTROL_SIZE, Control, Reading
 from lightning_dp.engine.plan.agreement import Profile, agree
 from lightning_dp.engine.reduction import copies
 from lightning_dp.engine.reduction.failure import bounded_wait
@@ -79,7 +79,9 @@ class Reduction:
     ) -> None:
         self.parts, self.number, self.task = parts, number, task
         self.partitions, self._passed = partitions, passed
-        self.window = parts.window  # once it was sent: as it was then
+        self.window = parts.window  # or as it was, where others follow before the end
+        self._reads = parts.group.host_reads_are_free
+        self._has_sent = False
         self.arrivals: dict[int, float] | None = None
         self.times = times or ReductionTimes()
         self.waiting_for: Bucket | None = None
@@ -218,7 +220,7 @@ class Reduction:
         """Write the control block, with what is only known when the last bucket has been filled."""
         for each in self._lookers:
             control.update(each.news(self.parts.window))
-        self.parts.window.write(block, control)
+        self.parts.window.write(block, control, read=self._reads)
         if factor != 1.0:
             block.mul_(factor)
 
@@ -240,10 +242,14 @@ class Reduction:
             each.look_sparse(parts.registry.slots)
         if not self._is_common:
             self._wait_for_opening()
-        self.window = copy.copy(parts.window)
+        self._has_sent = True
         sends = self.sequence or (self._sparse() and not self._new)
         self._sent = self._send_rest(new=bool(self._new)) if sends else None
         return not self._new and not self._sparse()
+
+    def keep_window(self) -> None:
+        """Another window begins before this reduction ends: keep this one as it is. Local."""
+        self.window = copy.copy(self.parts.window)
 
     def finish(self) -> Outcome:
         """Send what is left, wait, give gradients back.
@@ -263,7 +269,7 @@ class Reduction:
             outcome.control = self._finish_alone()
             return outcome
         self._wait_for_opening()
-        if self.window is parts.window:
+        if not self._has_sent:
             self.send()
         outcome.buffers = self._buffers
         if self._sent is not None:
@@ -283,15 +289,16 @@ class Reduction:
         outcome.stop = self._opening is not None and self._opening.stop
         return outcome
 
-    def _finish_alone(self) -> Tensor:
+    def _finish_alone(self) -> Reading:
         """World of one: nothing to send; only the window's weight is left to divide by."""
         block = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=self.parts.group.device)
         window = self.parts.window
-        window.write(block, self._norms.news(window) if self._norms is not None else None)
+        news = self._norms.news(window) if self._norms is not None else None
+        window.write(block, news, read=self._reads)
         self._scale_all(
             [slot.param.grad for slot in self.parts.registry.slots], window.own_factor()
         )
-        return block
+        return Reading(block, at_once=self._reads)
 
     def _scale_all(self, grads: Sequence[Tensor | None], factor: Tensor | float) -> None:
         """Scale gradients that are in no bucket."""
@@ -327,12 +334,12 @@ class Reduction:
         trained = slot.param.requires_grad or slot.name in self._passed
         return trained and (self.partitions is None or slot.partition in self.partitions)
 
-    def _needs_second_round(self, control: Tensor | None, unplanned: list[Slot]) -> bool:
+    def _needs_second_round(self, control: Reading | None, unplanned: list[Slot]) -> bool:
         """Whether some rank has parameters without a bucket, and no rank has failed."""
         if control is None:
             return bool(unplanned)
-        if self.parts.group.host_reads_are_free:
-            new = bool(control[Control.NEW] > 0)
+        if self._reads:
+            new = control.means()[Control.NEW] > 0
         else:
             new = self._opening.new if self._opening is not None else bool(unplanned)
         return new and not _has_failed(control)
@@ -354,14 +361,14 @@ class Reduction:
             error=error,
         )
 
-    def _receive(self, message: Tensor | None, work: InFlight | None) -> Tensor:
+    def _receive(self, message: Tensor | None, work: InFlight | None) -> Reading:
         """Wait for what :meth:`_send_rest` sent, give gradients back; return the reduced control block.
 
         Collective: completes what every rank has started. Blocks (on CUDA: the stream only).
         """
         for bucket, _ in self.in_flight:
             copies.copy_out_used(bucket)  # in the shadow of the collectives
-        control = self._wait(message, work)
+        control = Reading(self._wait(message, work), at_once=self._reads)
         buckets = [bucket for bucket, _ in self.in_flight]
         factor = self._scale_of(control)
         for bucket in buckets:
@@ -369,7 +376,7 @@ class Reduction:
                 bucket.keep_slice(self.parts.group.rank)
             copies.scale([bucket.grads], factor)
             if self._zero_bad:
-                bucket.grads.masked_fill_(control[Control.NON_FINITE] > 0, 0.0)
+                bucket.grads.masked_fill_(control.block[Control.NON_FINITE] > 0, 0.0)
         if self._norms is not None:
             self._norms.look_averaged(buckets)
         copies.copy_out_rest(buckets)
@@ -443,17 +450,17 @@ class Reduction:
                 offset += len(bucket.slots)
         return message[:CONTROL_SIZE]
 
-    def _scale_of(self, control: Tensor) -> Tensor | float:
+    def _scale_of(self, control: Reading) -> Tensor | float:
         """What a mean over ranks must be multiplied with to be the window's weighted mean."""
         window = self.window
         mean: float | None = None
-        if self.parts.group.host_reads_are_free:
-            mean = float(control[Control.WEIGHT])
+        if self._reads:
+            mean = control.means()[Control.WEIGHT]
         elif self._opening is not None:
             mean = self._opening.mean_weight
         if mean is None:
-            return window.factor_on_device(control[Control.WEIGHT])
-        return window.factor(mean, torch.finfo(control.dtype).eps)
+            return window.factor_on_device(control.block[Control.WEIGHT])
+        return window.factor(mean, torch.finfo(control.block.dtype).eps)
 
     # Its end, when this rank has failed
 
@@ -494,6 +501,6 @@ class Reduction:
         return [*works, work] if work is not None else works
 
 
-def _has_failed(control: Tensor) -> bool:
+def _has_failed(control: Reading) -> bool:
     """Whether a rank reported an error. The host reads; asked only where it must know at once."""
-    return bool(control[Control.ERROR] > 0)
+    return control.means()[Control.ERROR] > 0

@@ -85,9 +85,10 @@ class AccumulationWindow:
         self.divisor = divisor
         self.weight = self.weight + weight
         self.last_weight = weight
-        self.micro_batches += 1
         if loss is not None:
-            self.loss = self.loss + weight * (loss.detach() if isinstance(loss, Tensor) else loss)
+            loss = weight * (loss.detach() if isinstance(loss, Tensor) else loss)
+            self.loss = self.loss + loss if self.micro_batches else loss
+        self.micro_batches += 1
 
     # Which backward reduces
 
@@ -138,12 +139,15 @@ class AccumulationWindow:
 
     # What travels
 
-    def write(self, block: Tensor, news: Mapping[int, float | Tensor] | None = None) -> None:
+    def write(
+        self, block: Tensor, news: Mapping[int, float | Tensor] | None = None, *, read: bool
+    ) -> None:
         """Write this rank's part of the control block.
 
         Args:
             block: Shape ``(CONTROL_SIZE,)``, fp32 or fp64; overwritten.
             news: What else this rank has to say.
+            read: Whether the host may read tensors.
         """
         write(
             block,
@@ -155,6 +159,7 @@ class AccumulationWindow:
                 Control.STOP: self.stop,
                 Control.LOSS: self.loss,
             },
+            read=read,
         )
 
     def factor(self, mean_weight: float, resolution: float) -> float:
