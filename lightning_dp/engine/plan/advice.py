@@ -11,7 +11,7 @@ import torch
 
 from lightning_dp.engine.plan.cost import MIB, Choice, Link, choose
 from lightning_dp.engine.plan.cut import SlotSpec
-from lightning_dp.engine.wires.codec import Codec, Half, Int8, add_rows
+from lightning_dp.engine.wires.codec import Codec, Half, Int8, add_others, encode_others
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ def coding_s_per_byte(codec: Codec, ranks: int, nbytes: int = MIB) -> float:
 
     def once() -> float:
         begin = time.perf_counter()
-        codec.encode(values, rows)
-        add_rows(rows, values[0], codec)
+        encode_others(codec, values, rows, 0)
+        add_others(codec, rows, values[0], 0)
         codec.encode(values[:1], rows[:1])
         codec.decode(rows, values)
         return time.perf_counter() - begin

@@ -11,13 +11,15 @@ Source: scales that travel with their blocks, sums in fp32 and one rounding as i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
-SCRATCH_NUMBERS = 256 * 1024
+# On a CPU so many are coded at a time: what several passes work on stays in its cache.
+CACHED_NUMBERS = 256 * 1024
 LARGEST = 127  # of a code; -128 is not used, so that codes are symmetric
 LEAST = (
     1e-35  # a block of smaller numbers gets this one's scale: its own would not be a normal number
@@ -46,6 +48,9 @@ class Codec(Protocol):
     def decode(self, rows: Tensor, out: Tensor) -> None:
         """Read ``rows``, shape ``(k, m)``, into ``out``, shape ``(k, n)``."""
 
+    def add(self, row: Tensor, out: Tensor) -> None:
+        """Read ``row``, shape ``(1, m)``, and add it to ``out``, shape ``(1, n)``."""
+
 
 class Half:
     """Numbers of half precision.
@@ -60,6 +65,7 @@ class Half:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self._scratch = Scratch()
         self.name = "bf16" if dtype == torch.bfloat16 else "fp16"
 
     def message(self, rows: int, n: int) -> Tensor:
@@ -74,6 +80,12 @@ class Half:
         """As the protocol's."""
         out.copy_(rows)
 
+    def add(self, row: Tensor, out: Tensor) -> None:
+        """As the protocol's."""
+        for some, theirs in pieces(row, out):
+            # Two steps are faster than an addition of two types.
+            theirs.add_(self._scratch.like(theirs).copy_(some))
+
 
 class Int8:
     """Eight bits a number; a row is ``[codes | one fp32 scale a block]``.
@@ -87,9 +99,7 @@ class Int8:
     def __init__(self, block: int = 256) -> None:
         self.block = block
         self.ratio = (1 + 4 / block) / 4
-        self._scratch = torch.empty(
-            0
-        )  # fresh memory for each row would cost more than the arithmetic
+        self._scratch = Scratch()
 
     def message(self, rows: int, n: int) -> Tensor:
         """As the protocol's."""
@@ -97,26 +107,25 @@ class Int8:
 
     def encode(self, values: Tensor, rows: Tensor) -> None:
         """As the protocol's. Rounds to nearest."""
-        # Few rows at a time: scratch memory that a processor's cache holds.
-        step = max(1, SCRATCH_NUMBERS // values.shape[1])
-        for some, theirs in zip(values.split(step), rows.split(step), strict=True):  # type: ignore[no-untyped-call]
-            self._encode(some, theirs)
-
-    def _encode(self, values: Tensor, rows: Tensor) -> None:
-        codes, scales = self._parts(rows, values.shape[1])
-        blocks = values.view(codes.shape)
-        largest = torch.maximum(blocks.amax(2), blocks.amin(2).neg_()).clamp_(min=LEAST)
-        # The second term is NaN where the first is not finite, else 0.
-        torch.add(largest / LARGEST, largest - largest, out=scales)
-        if self._scratch.numel() < values.numel() or self._scratch.device != values.device:
-            self._scratch = torch.empty(values.numel(), device=values.device)
-        scaled = self._scratch[: values.numel()].view(codes.shape)
-        codes.copy_(torch.mul(blocks, (LARGEST / largest).unsqueeze(2), out=scaled).round_())
+        whole = self._parts(rows, values.shape[1])
+        for blocks, codes, scales in pieces(values.view(whole[0].shape), *whole):
+            largest = torch.maximum(blocks.amax(2), blocks.amin(2).neg_()).clamp_(min=LEAST)
+            # The second term is NaN where the first is not finite, else 0.
+            torch.add(largest / LARGEST, largest - largest, out=scales)
+            scaled = self._scratch.like(blocks)
+            codes.copy_(torch.mul(blocks, (LARGEST / largest).unsqueeze(2), out=scaled).round_())
 
     def decode(self, rows: Tensor, out: Tensor) -> None:
         """As the protocol's."""
-        codes, scales = self._parts(rows, out.shape[1])
-        out.view(codes.shape).copy_(codes).mul_(scales.unsqueeze(2))
+        whole = self._parts(rows, out.shape[1])
+        for codes, scales, blocks in pieces(*whole, out.view(whole[0].shape)):
+            blocks.copy_(codes).mul_(scales.unsqueeze(2))
+
+    def add(self, row: Tensor, out: Tensor) -> None:
+        """As the protocol's."""
+        whole = self._parts(row, out.shape[1])
+        for codes, scales, blocks in pieces(*whole, out.view(whole[0].shape)):
+            blocks.addcmul_(self._scratch.like(blocks).copy_(codes), scales.unsqueeze(2))
 
     def _parts(self, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Return views: codes ``(k, blocks, block)``, scales ``(k, blocks)``."""
@@ -124,28 +133,68 @@ class Int8:
         return codes, rows[:, n:].view(torch.float32)
 
 
-def add_rows(rows: Tensor, out: Tensor, codec: Codec | None = None) -> None:
-    """Put the sum of ``rows``, shape ``(K, m)``, into ``out``, shape ``(n,)``, in the order of rows.
+class Scratch:
+    """Memory of fp32 that is used again: fresh memory would cost more than the arithmetic in it."""
 
-    Numbers of half precision and codes are added in fp32; the sum is rounded once.
+    def __init__(self) -> None:
+        self._flat = torch.empty(0)
+
+    def like(self, values: Tensor) -> Tensor:
+        """Memory of the shape of ``values``, on their device, with anything in it."""
+        n = values.numel()
+        if self._flat.numel() < n or self._flat.device != values.device:
+            self._flat = torch.empty(n, device=values.device)
+        return self._flat[:n].view(values.shape)
+
+
+def pieces(*views: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut tensors whose first two sizes are equal alike in both, a piece ``CACHED_NUMBERS`` at most.
+
+    The first has as many numbers as the longest. A device gets them as they are: each call costs there.
+    """
+    first = views[0]
+    if first.device.type != "cpu":
+        yield views
+        return
+    rows, columns = first.shape[:2]
+    width = max(1, max(view.numel() for view in views) // max(1, rows * columns))
+    across = max(1, min(columns, CACHED_NUMBERS // width))
+    down = max(1, CACHED_NUMBERS // (across * width))
+    for row in range(0, rows, down):
+        for column in range(0, columns, across):
+            yield tuple(view[row : row + down, column : column + across] for view in views)
+
+
+def add_rows(rows: Tensor, out: Tensor) -> None:
+    """Put the sum of ``rows``, shape ``(K, n)``, into ``out``, shape ``(n,)``, in the order of rows.
+
+    Numbers of half precision are added in fp32; the sum is rounded once.
 
     Args:
         rows: One a rank.
-        out: Floating; of fp32 with a codec.
-        codec: How rows are written; ``None`` if they are numbers of ``out``'s dtype.
+        out: Floating, of the same dtype.
     """
-    if codec is None and out.dtype not in HALF:
-        out.copy_(rows[0])
-        for row in rows[1:]:
-            out.add_(row)
-        return
-    wide = out.dtype == torch.float32
-    total = out if wide else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    term = torch.empty_like(total)
-    for position in range(len(rows)):
-        row, into = rows[position : position + 1], total if position == 0 else term
-        codec.decode(row, into.unsqueeze(0)) if codec is not None else into.copy_(row[0])
-        if position:
-            total.add_(term)
-    if not wide:
+    half = out.dtype in HALF
+    total = torch.empty(out.shape, dtype=torch.float32, device=out.device) if half else out
+    total.copy_(rows[0])
+    for row in rows[1:]:
+        total.add_(row.float() if half else row)
+    if half:
         out.copy_(total)
+
+
+def encode_others(codec: Codec, values: Tensor, rows: Tensor, own: int) -> None:
+    """Write ``values``, shape ``(K, n)``, into ``rows``, shape ``(K, m)``, but for row ``own``.
+
+    What a rank sends to itself does not travel, so it is neither rounded nor worked on.
+    """
+    for part in (slice(own), slice(own + 1, None)):
+        if len(rows[part]):
+            codec.encode(values[part], rows[part])
+
+
+def add_others(codec: Codec, rows: Tensor, out: Tensor, own: int) -> None:
+    """Add ``rows``, shape ``(K, m)``, to ``out``, shape ``(n,)``, which is row ``own``'s numbers, fp32."""
+    for position in range(len(rows)):
+        if position != own:
+            codec.add(rows[position : position + 1], out.unsqueeze(0))

@@ -36,7 +36,7 @@ from torch import Tensor
 from lightning_dp.engine.bucket import Bucket, Slicing
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.waiting import interruptible_wait
-from lightning_dp.engine.wires.codec import HALF, Codec, add_rows
+from lightning_dp.engine.wires.codec import HALF, Codec, add_others, add_rows, encode_others
 from lightning_dp.engine.wires.wire import InFlight, Stateless
 from lightning_dp.internals.autograd import wide_gloo
 
@@ -308,22 +308,25 @@ class ShardWire(Stateless):
         else:
             like = codec.message(count, rows.shape[1])
             exchange.sent, exchange.received = self._take(like), self._take(like)
-            codec.encode(rows, exchange.sent)
+            encode_others(codec, rows, exchange.sent, self.group.rank)
         exchange.work = dist.all_to_all_single(
             exchange.received, exchange.sent, group=self.group.process_group, async_op=True
         )
 
     def _add(self, exchange: Exchange) -> None:
         """Add what was received into this rank's slice, in the order of ranks; begin the second half."""
-        own, sent = self._own(exchange.grads), exchange.sent
-        add_rows(exchange.received, own, exchange.codec)
-        self._give_back(exchange.received)
+        own, sent, codec = self._own(exchange.grads), exchange.sent, exchange.codec
         mine = sent[self.group.rank]
-        if exchange.gathers and exchange.codec is not None:
-            exchange.codec.encode(own.unsqueeze(0), mine.unsqueeze(0))
+        if codec is None:
+            add_rows(exchange.received, own)
+        else:
+            add_others(codec, exchange.received, own, self.group.rank)
+        self._give_back(exchange.received)
+        if exchange.gathers and codec is not None:
+            codec.encode(own.unsqueeze(0), mine.unsqueeze(0))
         if exchange.gathers:
             exchange.work = all_gather(sent.view(-1), mine, self.gather_group)
-        elif exchange.codec is not None:
+        elif codec is not None:
             self._give_back(sent)
 
     def _decode(self, exchange: Exchange) -> None:

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from lightning_dp.demos.bytes import BytesModule
-from lightning_dp.engine.wires.codec import Codec, Half, Int8, add_rows
+from lightning_dp.engine.wires.codec import Codec, Half, Int8, add_others, encode_others
 from tests.support.programs import ROOT
 
 RANKS, BLOCK = 2, 256
@@ -40,13 +40,15 @@ def mean(local: list[torch.Tensor], codec: Codec | None) -> torch.Tensor:
     if codec is None:
         return torch.stack(local).mean(0)
     n = -(-local[0].numel() // BLOCK) * BLOCK
-    rows = torch.empty_like(codec.message(len(local) + 1, n), device="cpu")
-    total = torch.empty(n)
-    padded = [nn.functional.pad(grad / len(local), (0, n - grad.numel())) for grad in local]
-    codec.encode(torch.stack(padded), rows[:-1])
-    add_rows(rows[:-1], total, codec)
-    codec.encode(total.unsqueeze(0), rows[-1:])
-    codec.decode(rows[-1:], total.unsqueeze(0))
+    rows = torch.empty_like(codec.message(len(local), n), device="cpu")
+    padded = torch.stack(
+        [nn.functional.pad(grad / len(local), (0, n - grad.numel())) for grad in local]
+    )
+    total = padded[0].clone()  # rank 0 adds all of it, its own as it is
+    encode_others(codec, padded, rows, 0)
+    add_others(codec, rows, total, 0)
+    codec.encode(total.unsqueeze(0), rows[:1])
+    codec.decode(rows[:1], total.unsqueeze(0))
     return total[: local[0].numel()]
 
 
