@@ -3,7 +3,7 @@
     python -m benchmarks.large_batch --out benchmarks/results/large_batch      # about an hour on one core
     python -m benchmarks.large_batch --demos digits --factors 1 4 --samples 2000
 
-One rank; a larger batch is more micro-batches. Prints the final validation metric of each run and what the
+One rank and two micro-batches a batch. Prints the final validation metric of each run and what the
 noise scale said, and with ``--out`` writes OUT.jsonl and OUT.png.
 """
 
@@ -24,25 +24,30 @@ from lightning_dp.demos.bytes import BytesDataModule, BytesModule
 from lightning_dp.demos.digits import DigitsDataModule, DigitsModule
 from lightning_dp.internals.lightning import Callback
 
-# Both use AdamW, for which the rule is the square root. Two micro-batches make the smallest batch, so that
-# the noise scale can be measured there too.
-MICRO = {"digits": 8, "bytes": 8}
+# Both use AdamW, for which the rule is the square root. A batch is two micro-batches, so that the noise
+# scale can be measured on one rank. The smallest is far below it, so that several times as much is too.
+BASE = {"digits": 16, "bytes": 2}
+USUAL = 16  # the batch for which the demos' own learning rates and warm-ups were chosen
 SAMPLES = {"digits": 15 * 1200, "bytes": 16_000}
 METRIC = {"digits": "val/loss", "bytes": "val/bits_per_byte"}
 
 
-def parts(demo: str, factor: int) -> tuple[pl.LightningModule, pl.LightningDataModule]:
+def parts(demo: str, batch: int) -> tuple[pl.LightningModule, pl.LightningDataModule]:
+    """A module whose learning rate is right for the smallest batch, and data."""
+    smallest = (BASE[demo] / USUAL) ** 0.5
     if demo == "digits":
-        return DigitsModule(), DigitsDataModule(batch_size=MICRO[demo])
+        module = DigitsModule()
+        module.lr *= smallest
+        return module, DigitsDataModule(batch_size=batch // 2)
     # Its own warm-up is counted in steps, of which a larger batch makes fewer.
-    module = BytesModule(warmup_steps=max(2, 50 // factor))
-    return module, BytesDataModule(batch_size=MICRO[demo], max_eval_bytes=65536)
+    module = BytesModule(lr=3e-3 * smallest, warmup_steps=max(2, 50 * USUAL // batch))
+    return module, BytesDataModule(batch_size=batch // 2, max_eval_bytes=65536)
 
 
 def run(demo: str, factor: int, rule: str, samples: int, seed: int) -> dict[str, Any]:
     pl.seed_everything(seed, verbose=False)
-    module, data = parts(demo, factor)
-    base = 2 * MICRO[demo]
+    base = BASE[demo]
+    module, data = parts(demo, base * factor)
     steps = max(4, samples // (base * factor))
     noise = NoiseScale(decay=0.98)
     callbacks: list[Callback] = [noise]
@@ -50,7 +55,7 @@ def run(demo: str, factor: int, rule: str, samples: int, seed: int) -> dict[str,
         callbacks.append(LRScaling(rule=rule, base_batch=base, warmup_steps=max(1, steps // 10)))
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, strategy="lean_ddp", max_steps=steps, max_epochs=-1,
-        accumulate_grad_batches=2 * factor, gradient_clip_val=1.0, limit_val_batches=0, callbacks=callbacks,
+        accumulate_grad_batches=2, gradient_clip_val=1.0, limit_val_batches=0, callbacks=callbacks,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, data)
@@ -94,7 +99,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--demos", nargs="+", choices=list(MICRO), default=list(MICRO))
+    parser.add_argument("--demos", nargs="+", choices=list(BASE), default=list(BASE))
     parser.add_argument("--factors", nargs="+", type=int, default=[1, 4, 8, 16])
     parser.add_argument("--rules", nargs="+", default=["none", "sqrt"])
     parser.add_argument("--samples", type=int, help="of each run; by default those of the demo")
