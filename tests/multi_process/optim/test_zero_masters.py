@@ -137,9 +137,11 @@ class Puts(Records):
                 module.head.bias.fill_(0.25)
 
 
-def _masters(form: str, **options: Any) -> Any:
-    zero = {"masters": True, "format": form}
-    return lean(zero=zero, shared_memory=False, check_replicas_every_n_steps=1, **options)
+def _masters(form: str, gather: str = "step", **options: Any) -> Any:
+    zero = {"masters": True, "format": form, "gather": gather}
+    # A check would wait for parameters that are on their way.
+    check = int(gather == "step")
+    return lean(zero=zero, shared_memory=False, check_replicas_every_n_steps=check, **options)
 
 
 FORMATS = ("plain", "sharded")
@@ -152,9 +154,12 @@ def _save(rank: int, world: int, port: int, folder: Path) -> Any:
         lines = log_lines()
         found.append(run(rank, world, port, Half, _masters(form), records))
         assert not any("needs no masters" in line for line in lines)
+    records = Puts(folder / "forward.ckpt", 6)
+    found.append(run(rank, world, port, Half, _masters("sharded", "forward"), records))
     assert_same_bytes(found[0], found[1], "formats")
-    for form in FORMATS:
-        other = _masters(FORMATS[form == "plain"])
+    assert_same_bytes(found[0], found[2], "gathered while the next forward runs")
+    for form in (*FORMATS, "forward"):
+        other = _masters(FORMATS[form == "plain"], "forward" if form == "forward" else "step")
         losses, weights = run(rank, world, port, Half, other, Records(), folder / f"{form}.ckpt")
         assert_same_bytes(weights, found[0][1], form)
         assert losses == found[0][0][6:]
@@ -186,6 +191,9 @@ def _go_on(rank: int, world: int, port: int, folder: Path) -> Any:
     run(rank, world, port, Half, lean(), Records(), folder / "sharded.ckpt")
     assert any("masters" in line for line in lines) == (rank == 0)
     if world == 2:
+        path, hidden = folder / "forward.ckpt", _masters("plain", "forward")
+        hides = run(rank, world, port, Half, hidden, Records(), path)
+        assert_same_bytes(hides, found["sharded"], "saved and gone on while parameters come back")
         strategy = ddp(find_unused_parameters=True)
         run(rank, world, port, Half, strategy, Records(), folder / "plain.ckpt")
         wire = _masters("plain", wire="int8")
