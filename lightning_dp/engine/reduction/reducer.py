@@ -85,30 +85,21 @@ class Reducer:
         keeper: BufferKeeper | None = None,
         supervision: Supervision | None = None,
     ) -> None:
-        self.group = group
-        self.window = window
+        self.group, self.window = group, window
         self.wire: Wire = wire if wire is not None else AllReduceWire(group)
         options = options or LayoutOptions()
         if self.wire.slicing != UNCUT:
             options = replace(options, slicing=self.wire.slicing)
         self.layout = Layout(group.device, options)
         self.registry = Registry(module, group.device, partition_of, sliced)
-        self.deferred = tuple(deferred)
-        self.check_finite = check_finite
+        self.deferred, self.check_finite = tuple(deferred), check_finite
         self.norms: GradientNorms | None = None
         self.times: ReductionTimes | None = None
         self.exact_times = False
         self.reductions = 0
         self.openings = 0  # how many of them began with a comparison
-        self._parts = Parts(
-            group,
-            window,
-            self.wire,
-            self.layout,
-            self.registry,
-            keeper,
-            supervision or Supervision(),
-        )
+        watch = supervision or Supervision()
+        self._parts = Parts(group, window, self.wire, self.layout, self.registry, keeper, watch)
         self._reduction: Reduction | None = None
         self._sent: Reduction | None = None  # is under way while other backwards run
         self._known: dict[frozenset[int] | None, frozenset[int]] = {}  # sent last, by partitions
