@@ -3,9 +3,10 @@
 ``LeanDDPError`` (a RuntimeError)
 ├── ``ConfigError``            an argument or a combination of arguments cannot work (also a ValueError)
 ├── ``LaunchError``            the processes, ports or environment variables are not as promised
-├── ``ReplicaMismatchError``   the ranks do not hold the same module or the same parameters
-├── ``LateGradientError``      a gradient arrived after its bucket had been sent
-├── ``NonFiniteGradientError`` a rank produced inf or NaN before the all-reduce
+├── ``ParameterError``         names parameters and ranks; one of
+│   ├── ``ReplicaMismatchError``   the ranks do not hold the same module or the same parameters
+│   ├── ``LateGradientError``      a gradient arrived after its bucket had been sent
+│   └── ``NonFiniteGradientError`` a rank produced inf or NaN before the all-reduce
 ├── ``UnevenShardError``       ranks ran out of data at different steps
 ├── ``RankFailedError``        another rank raised; carries that rank and its traceback
 ├── ``CheckpointError``        a checkpoint's files are missing or damaged
@@ -45,7 +46,21 @@ class CheckpointError(LeanDDPError):
     """A checkpoint's files are missing or damaged."""
 
 
-class ReplicaMismatchError(LeanDDPError):
+class ParameterError(LeanDDPError):
+    """Something about parameters on some ranks; the kinds are below.
+
+    Attributes:
+        names: Which parameters or buffers.
+        ranks: On which ranks.
+    """
+
+    def __init__(self, message: str, names: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+        self.ranks = tuple(ranks)
+
+
+class ReplicaMismatchError(ParameterError):
     """The ranks do not hold the same module, or no longer hold the same parameters.
 
     Attributes:
@@ -53,13 +68,8 @@ class ReplicaMismatchError(LeanDDPError):
         ranks: Ranks that differ from rank 0.
     """
 
-    def __init__(self, message: str, names: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.names = tuple(names)
-        self.ranks = tuple(ranks)
 
-
-class LateGradientError(LeanDDPError):
+class LateGradientError(ParameterError):
     """A gradient arrived after its bucket had been sent.
 
     Attributes:
@@ -67,24 +77,14 @@ class LateGradientError(LeanDDPError):
         ranks: The ranks on which it did.
     """
 
-    def __init__(self, message: str, names: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.names = tuple(names)
-        self.ranks = tuple(ranks)
 
-
-class NonFiniteGradientError(LeanDDPError):
+class NonFiniteGradientError(ParameterError):
     """A rank's gradient held inf or NaN before the all-reduce.
 
     Attributes:
         names: The parameters whose local gradient is not finite.
         ranks: The ranks on which it is not.
     """
-
-    def __init__(self, message: str, names: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.names = tuple(names)
-        self.ranks = tuple(ranks)
 
 
 class UnevenShardError(LeanDDPError):

@@ -180,6 +180,10 @@ class Reading:
             del self._host
         del self.block
 
+    def has_error(self) -> bool:
+        """Whether a rank reported one. The host reads; asked only where it must know at once."""
+        return self.means()[Control.ERROR] > 0
+
     def means(self) -> list[float]:
         """The values, means over ranks. Waits for a copy, if there is one, not for the device's queue."""
         if self._means is None:

@@ -282,7 +282,7 @@ class Reduction:
             later = self._receive(*self._send_rest(new=False))
             outcome.control = later if outcome.control is None else outcome.control
         sparse = self._sparse()
-        if outcome.control is not None and sparse and not _has_failed(outcome.control):
+        if outcome.control is not None and sparse and not outcome.control.has_error():
             reduce_sparse(sparse, parts.group)
             self._scale_all([slot.param.grad for slot in sparse], self._scale_of(outcome.control))
         outcome.late = [slot.name for slot in self._late]
@@ -342,7 +342,7 @@ class Reduction:
             new = control.means()[Control.NEW] > 0
         else:
             new = self._opening.new if self._opening is not None else bool(unplanned)
-        return new and not _has_failed(control)
+        return new and not control.has_error()
 
     def _profile(self, unplanned: Sequence[Slot], error: str | None = None) -> Profile:
         # Outside of a backward nothing fired: what has a gradient then stands for the order of arrival.
@@ -499,8 +499,3 @@ class Reduction:
         _, work = self._send_rest(new=False, error=True)
         works: list[Any] = [sent for _, sent in self.in_flight]
         return [*works, work] if work is not None else works
-
-
-def _has_failed(control: Reading) -> bool:
-    """Whether a rank reported an error. The host reads; asked only where it must know at once."""
-    return control.means()[Control.ERROR] > 0

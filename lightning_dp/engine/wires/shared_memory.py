@@ -49,6 +49,7 @@ LEAST_SHARED_BYTES = SLICE_BYTES
 SLOTS = 16
 RING_BYTES = (SLOTS + 1) * SLICE_BYTES  # the last one is for its owner's intermediate sums
 ALIGN = 32  # elements
+MOST_VIEWS = 1024  # of slots, that are kept: each length of a slice has its own
 POLL_MS = 200  # a trainer outside of the main thread is interrupted between two polls only
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # as a process group's
 
@@ -121,7 +122,9 @@ class SharedMemory:
         self._peers = peers
         self._rings = [peer.memory for peer in peers]
         self._rings.insert(rank, ring)
-        self._slots: dict[torch.dtype, list[list[Tensor]]] = {}  # [slot][rank], and scratch memory
+        self._slots: dict[
+            tuple[torch.dtype, int, int], list[Tensor]
+        ] = {}  # by rank, scratch memory
         self._cut: dict[tuple[torch.dtype, int, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._to_write: deque[Part] = deque()
         self._to_add: deque[Part] = deque()
@@ -166,7 +169,8 @@ class SharedMemory:
 
         Collective: every rank, same order. Does not block.
         """
-        flats = flat.detach().split(SLICE_BYTES // flat.element_size())  # type: ignore[no-untyped-call]
+        flat, most = flat.detach(), SLICE_BYTES // flat.element_size()
+        flats = [flat] if flat.numel() <= most else flat.split(most)  # type: ignore[no-untyped-call]
         return self._start([Part(each) for each in flats])
 
     def gather(self, rows: Sequence[Sequence[Tensor]]) -> Sum:
@@ -348,15 +352,18 @@ class SharedMemory:
 
     def _of_slot(self, number: int, part: Tensor) -> list[Tensor]:
         """Return all ranks' slots of slice ``number``, and scratch memory, as long as ``part``."""
-        slots = self._slots.get(part.dtype)
-        if slots is None:
-            rings = [ring.view(part.dtype).chunk(SLOTS + 1) for ring in self._rings]
-            scratch = rings[self.rank][SLOTS]
-            slots = [[*slot, scratch] for slot in zip(*rings, strict=True)][:SLOTS]
-            self._slots[part.dtype] = slots
-        whole = slots[number % SLOTS]
         n = part.numel()
-        return whole if whole[0].numel() == n else [slot[:n] for slot in whole]
+        key = part.dtype, n, number % SLOTS
+        known = self._slots.get(key)
+        if known is None:
+            size = SLICE_BYTES // part.element_size()
+            rings = [ring.view(part.dtype) for ring in self._rings]
+            known = [ring[key[2] * size :][:n] for ring in rings]
+            known.append(rings[self.rank][SLOTS * size :][:n])
+            if len(self._slots) >= MOST_VIEWS:
+                self._slots.clear()
+            self._slots[key] = known
+        return known
 
     def _add(self, part: Tensor, slots: list[Tensor]) -> None:
         """Put the sum over ranks into ``part``, which holds this rank's own."""
