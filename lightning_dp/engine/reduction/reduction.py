@@ -81,11 +81,10 @@ class Reduction:
         self.partitions, self._passed = partitions, passed
         self.window = parts.window  # or as it was, where others follow before the end
         self._reads = parts.group.host_reads_are_free
-        self._has_sent = False
         self.arrivals: dict[int, float] | None = None
         self.times = times or ReductionTimes()
         self.waiting_for: Bucket | None = None
-        self.is_opening = False
+        self.is_opening = self._has_sent = False
         self.launched = 0
         self.in_flight: list[tuple[Bucket, InFlight]] = []
         self._factor = parts.wire.predivide_factor
@@ -98,12 +97,11 @@ class Reduction:
         self._late: list[Slot] = []
         self._buffers: list[str] = []
         self._fired: dict[int, Slot] = {}  # without a bucket, in order of last arrival
-        self._repeated: set[int] = set()
-        self._nested: set[int] = set()
+        self._repeated, self._nested = set[int](), set[int]()
         self.live = parts.layout.live(partitions, passed)
         self.sequence, self._early = self._plan_launches()
         self._is_common = known in (None, self.live)
-        agreed = parts.group.host_reads_are_free and self._is_common
+        agreed = self._reads and self._is_common
         self._opening = self._open() if (self.live or known) and not agreed else None
 
     def _plan_launches(self) -> tuple[list[Bucket], int]:
@@ -497,5 +495,4 @@ class Reduction:
             self.parts.group.all_gather_object(self._profile(unplanned, error=repr(error)))
             return []
         _, work = self._send_rest(new=False, error=True)
-        works: list[Any] = [sent for _, sent in self.in_flight]
-        return [*works, work] if work is not None else works
+        return [*(sent for _, sent in self.in_flight), *([work] if work is not None else ())]
