@@ -74,7 +74,8 @@ def environment(row: Library, folder: Path) -> Path:
     kept = folder / "kept.txt"
     kept.write_text("\n".join(f"{each}=={version}" for each, version in versions.items()))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "-c", kept]
-    subprocess.run([*pip, *row.requirement.split()], check=True)
+    own = {"torch": f"torch==={versions['torch']}"}  # three signs: without a local label, as +cpu
+    subprocess.run([*pip, *(own.get(word, word) for word in row.requirement.split())], check=True)
     return python
 
 

@@ -22,7 +22,8 @@ class Library:
     """One row of the table.
 
     Attributes:
-        requirement: What pip installs: the library, and what it needs and does not say.
+        requirement: What pip installs: the library, and what it needs and does not say. ``torch`` is the
+            index's own build of our version.
         given: How a user hands ``strategy="lean_ddp"`` to the library.
         note: What a reader of the figures must know.
         train: Trains with a Trainer's options; returns the module whose weights are compared.
@@ -52,6 +53,13 @@ def library(requirement: str, given: str, note: str = "", ddp: str = "ddp") -> C
         return train
 
     return add
+
+
+def loader(data: Any, options: dict[str, Any], **more: Any) -> Any:
+    """All rows in one step, whatever the number of ranks."""
+    from torch.utils.data import DataLoader
+
+    return DataLoader(data, batch_size=ROWS // options["devices"], shuffle=False, **more)
 
 
 def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -128,6 +136,36 @@ def pytorch_tabular(options: dict[str, Any]) -> nn.Module:
     return model.model
 
 
+@library("lightly torch", "the user's own Trainer")
+def lightly(options: dict[str, Any]) -> nn.Module:
+    import pytorch_lightning as pl
+    from lightly.utils.benchmarking import FinetuneClassifier
+
+    backbone = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+    module = FinetuneClassifier(
+        backbone, batch_size_per_device=ROWS // options["devices"], feature_dim=8, num_classes=5,
+        topk=(1,),
+    )  # fmt: skip
+    rows = torch.utils.data.TensorDataset(torch.randn(ROWS, 6), torch.arange(ROWS) % 5)
+    pl.Trainer(max_epochs=STEPS, **options).fit(module, loader(rows, options))
+    return module
+
+
+@library("neuralprophet pandas<3", "`trainer_config`")
+def neuralprophet(options: dict[str, Any]) -> nn.Module:
+    import pandas as pd
+    from neuralprophet import NeuralProphet, set_random_seed
+
+    set_random_seed(1)
+    table = pd.DataFrame({"ds": pd.date_range("2026-01-01", periods=ROWS), "y": range(ROWS)})
+    model = NeuralProphet(
+        epochs=STEPS, batch_size=ROWS, learning_rate=0.01, n_changepoints=2,
+        yearly_seasonality=False, weekly_seasonality=True, trainer_config=options,
+    )  # fmt: skip
+    model.fit(table, freq="D", progress=None, metrics=False)
+    return model.model
+
+
 @library("torchphysics", "the user's own Trainer", "every rank sees all points")
 def torchphysics(options: dict[str, Any]) -> nn.Module:
     import pytorch_lightning as pl
@@ -185,6 +223,39 @@ def chemprop(options: dict[str, Any]) -> nn.Module:
     )
     pl.Trainer(max_epochs=STEPS, **options).fit(module, batches)
     return module
+
+
+@library(
+    "mlcolvar", "the user's own Trainer",
+    "its loader is none of torch's, so every rank sees all rows, with `ddp` too",
+)  # fmt: skip
+def mlcolvar(options: dict[str, Any]) -> nn.Module:
+    import lightning.pytorch as pl
+    from mlcolvar.cvs import RegressionCV
+    from mlcolvar.data import DictDataset, DictModule
+
+    x = torch.randn(ROWS, 4)
+    module = RegressionCV([4, 8, 1])
+    rows = DictModule(
+        DictDataset({"data": x, "target": x.square().sum(1)}), lengths=[1.0], batch_size=ROWS
+    )
+    pl.Trainer(max_epochs=STEPS, limit_val_batches=0, **options).fit(module, rows)
+    return module
+
+
+@library("pina-mathlab", "`pina.Trainer`'s own arguments")
+def pina_mathlab(options: dict[str, Any]) -> nn.Module:
+    from pina import Trainer
+    from pina.model import FeedForward
+    from pina.problem.zoo import SupervisedProblem
+    from pina.solver import SupervisedSolver
+
+    x = torch.randn(ROWS, 3)
+    solver = SupervisedSolver(
+        SupervisedProblem(x, x.sum(1, keepdim=True)), FeedForward(3, 1, inner_size=8), use_lt=False
+    )
+    Trainer(solver, max_epochs=STEPS, batch_size=ROWS // options["devices"], **options).train()
+    return solver
 
 
 @library(
