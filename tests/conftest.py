@@ -158,6 +158,18 @@ def each_reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(parity, "DEFERRED", _on(request.param, monkeypatch))
 
 
+@pytest.fixture(scope="session")
+def compilers() -> None:
+    """What ``torch.compile`` imports when it first compiles is there before ranks are forked."""
+    torch.compiler.list_backends()
+    for name in (
+        "torch._inductor.compile_fx",
+        "sympy.combinatorics",
+        "torch._dynamo.repro.after_aot",
+    ):
+        import_module(name)
+
+
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """A test leaves environment, process group, threads and Lightning's rank as it found them."""

@@ -14,7 +14,7 @@ from lightning_dp.internals.autograd import keep_dynamo_out, split_compiled_grap
 from tests.support.parity import Harness, assert_same, grads, mean_over_ranks, seeded
 from tests.support.ranks import both_worlds, run_ranks
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("ground")]
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("compilers", "ground")]
 OPTIONS = LayoutOptions(cap_bytes=5000, first_bytes=5000, last_bytes=5000)
 
 

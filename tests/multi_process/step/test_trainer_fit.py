@@ -272,6 +272,7 @@ def _compiled(rank, world_size, port, compiled):
     return [p.tolist() for p in module.parameters()]
 
 
+@pytest.mark.usefixtures("compilers")
 def test_a_compiled_module_trains_the_same():
     eager = ranks(_compiled, 2, False)
     compiled = ranks(_compiled, 2, True, timeout_s=180)
