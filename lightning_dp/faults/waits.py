@@ -32,7 +32,9 @@ GRADIENTS, OPENINGS, COLLECTIVES = "gradients", "openings", "collectives"
 ADVICE = (
     "Something that all ranks must call (save_checkpoint, a barrier, self.log with sync_dist, "
     "trainer.log_dir, a training step) was called on some of them only, or with other keys or shapes. Fix: "
-    "call it on every rank, not inside 'if rank == 0'; log the same keys in the same order on all of them"
+    "call it on every rank, not inside 'if rank == 0'; log the same keys in the same order on all of them; "
+    "set trainer.should_stop on all of them ("
+    "strategy.reduce_boolean_decision(stop, all=False) is the same on each)"
 )
 COMPARE_ALL, COMPARE_EVERY = 1000, 16
 
