@@ -5,14 +5,13 @@
 
 For each contender: milliseconds of a step (the median of a fit, and its ratio to ``ddp`` within a round),
 bytes that a rank sends in a step for each parameter, bytes of state that a rank holds for each parameter,
-seconds to save a checkpoint. Bytes are counted at the network interface, so they are there between test
-hosts only. What is not installed, or does not run on this machine, is printed as not run, and why.
+seconds to save a checkpoint (where a Trainer runs). Bytes are counted at the network interface, so they are
+there between test hosts only. What is not installed, or does not run on this machine, is printed as not run, and why.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -27,6 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from benchmarks.models import Job, job
 from benchmarks.step_time import Clock, bare_trainer, facts, launch, quiet
+from benchmarks.zero_peers import DEEPSPEED, FSDP2, PEERS, one_loop, why_not
 
 LR = 1e-4
 WARM_UP = 4
@@ -39,7 +39,8 @@ STRATEGIES = {
     "lean zero=1, process group": "lean:zero=1,shared_memory=false",
     "lean, process group": "lean:shared_memory=false",
     "torch ZeroRedundancyOptimizer": "ddp",
-    "DeepSpeed stage 1": "",
+    FSDP2: "",
+    DEEPSPEED: "",
 }
 
 
@@ -89,16 +90,9 @@ def sent_bytes() -> int | None:
     return int(counter.read_text()) if name not in ("", "lo") and counter.exists() else None
 
 
-def why_not(name: str) -> str | None:
-    """Why a contender is not run here."""
-    if name.startswith("DeepSpeed"):
-        if importlib.util.find_spec("deepspeed") is None:
-            return "deepspeed is not installed"
-        return "its Lightning strategy takes GPUs only"
-    return None
-
-
 def one_fit(name, model, steps, world_size, folder):
+    if name in PEERS:
+        return *one_loop(name, job(model), LR, steps, WARM_UP, sent_bytes), float("nan")
     module = AdamJob(job(model), zero=name.startswith("torch"))
     clock, traffic = Clock(WARM_UP), Traffic(folder)
     text = STRATEGIES[name]
