@@ -6,7 +6,7 @@
 For each contender: milliseconds of a step (the median of a fit, and its ratio to ``ddp`` within a round),
 bytes that a rank sends in a step for each parameter, bytes of state that a rank holds for each parameter,
 seconds to save a checkpoint (where a Trainer runs). Bytes are counted at the network interface, so they are
-there between test hosts only. What is not installed, or does not run on this machine, is printed as not run, and why.
+there between test hosts only. What is not installed is printed as not run, and why.
 """
 
 from __future__ import annotations
