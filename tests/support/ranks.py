@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from tests.support import grounds
 
+LIMIT_S = 15.0  # within it a failure ends on all ranks, also where the machine is loaded
 both_worlds = pytest.mark.parametrize("world_size", [2, 3])
 
 

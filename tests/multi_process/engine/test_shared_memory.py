@@ -259,12 +259,13 @@ def test_a_rank_that_is_done_may_leave_before_the_others_have_read():
 def _late(rank, world_size):
     memory = meet(timeout_s=1)
     if rank == 1:
-        time.sleep(2.5)
+        dist.barrier()  # stays until the other has seen it
         return
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"operation timed out: .* gradients of rank 1"):
         memory.start(torch.ones(5)).wait()
-    assert 0.9 < time.monotonic() - began < 2.4
+    assert time.monotonic() - began > 0.9
+    dist.barrier()
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout():
@@ -278,7 +279,7 @@ class Stop(Exception):
 def _interrupted(rank, world_size):
     memory = meet()
     if rank == 1:
-        time.sleep(1)
+        dist.barrier()  # until then it does not come
         return
 
     def stop(*_):
@@ -286,10 +287,9 @@ def _interrupted(rank, world_size):
 
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
-    began = time.monotonic()
     with pytest.raises(Stop):
         memory.start(torch.ones(5)).wait()
-    assert time.monotonic() - began < 0.9
+    dist.barrier()
 
 
 def test_a_signal_handler_ends_the_wait():
@@ -311,14 +311,13 @@ def _in_the_midst(rank, world_size):
             memory.start(mine).wait()
         with pytest.raises(RuntimeError, match="interrupted in the midst of a sum"):
             memory.start(mine)
-        time.sleep(1)
+        dist.barrier()  # what the others see is not its end
         return
-    began = time.monotonic()
     memory.start(mine).wait()  # rank 1 had written its part
     assert bool((mine == 3).all())
     with pytest.raises(RuntimeError, match="connection closed by rank 1"):
         memory.start(mine).wait()
-    assert time.monotonic() - began < 1
+    dist.barrier()
 
 
 def test_a_rank_interrupted_in_the_midst_of_a_sum_leaves_and_sends_nothing_wrong():

@@ -21,12 +21,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.support.kinds import WIRES, Kind
-from tests.support.ranks import run_ranks
+from tests.support.ranks import LIMIT_S, run_ranks
 from tests.support.trainers import free_port, lean, trainer
 
 pytestmark = pytest.mark.multi_process
 
-LIMIT_S = 15.0
 FAULTS = ("backward", "forward", "killed")
 LEARNT = (
     5  # batches after which buckets exist and, where reads are deferred, nothing is read at once

@@ -16,7 +16,7 @@ from lightning_dp.faults.waits import EngineWait
 from lightning_dp.launch.rendezvous import describe_this_rank, rendezvous
 from lightning_dp.launch.stores import open_store
 from tests.support.logs import log_lines
-from tests.support.ranks import RankError
+from tests.support.ranks import LIMIT_S, RankError
 from tests.support.trainers import ranks
 
 pytestmark = pytest.mark.multi_process
@@ -94,7 +94,7 @@ def test_an_exception_reaches_the_other_ranks_with_its_traceback(failing, others
     for rank, told in enumerate(results):
         error = told["error"]
         assert told["finally"]
-        assert told["seconds"] < 5
+        assert told["seconds"] < LIMIT_S
         assert told["rest"] == []
         if rank == failing:
             assert isinstance(error, ValueError)
@@ -185,7 +185,7 @@ def test_ranks_at_barriers_of_different_names_are_told_so():
         assert isinstance(told["error"], RankFailedError)
         assert "save_checkpoint" in str(told["error"])
         assert "every rank" in str(told["error"])
-        assert told["seconds"] < 5
+        assert told["seconds"] < LIMIT_S
 
 
 def _deadlock(rank, world_size, port):
@@ -207,7 +207,7 @@ def test_ranks_that_wait_for_each_other_are_told_so():
         assert isinstance(told["error"], RankFailedError)
         assert "rank 0 waits for a barrier" in str(told["error"])
         assert "rank 1 waits for the gradients of step 3" in str(told["error"])
-        assert told["seconds"] < 8
+        assert told["seconds"] < LIMIT_S
 
 
 def _one_computes(rank, world_size, port):
@@ -275,7 +275,7 @@ def _blocked_for_good(rank, world_size, port):
                 raise ValueError("caught later")
             except ValueError as error:
                 guard._failed(error)
-            time.sleep(4)
+            time.sleep(8)
             return
         dist.all_reduce(torch.ones(2))  # waits in C++: only a cut connection ends it
 
@@ -285,7 +285,7 @@ def _blocked_for_good(rank, world_size, port):
 def test_a_rank_blocked_in_a_collective_is_freed_by_cutting_its_connections():
     told = ranks(_blocked_for_good, 2)[0]
     assert isinstance(told["error"], RankFailedError)
-    assert told["seconds"] < 4
+    assert told["seconds"] < 8, "not by the other's end"
 
 
 def _fine(rank, world_size, port):
