@@ -58,6 +58,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
                 "strategy='lean_ddp', which runs the script again."
             ) from error
         self._call = call
+        self._forwarded: set[int] = set()  # signals of this launch
 
     def launch(
         self,
@@ -74,6 +75,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         Collective: none; the calling process is no rank.
         """
         exit_code.arm()
+        self._forwarded.clear()
         # A call that failed before leaves a cycle that holds its store. A forked rank that collected it
         # would wait for ever for the store's thread, which it does not have.
         gc.collect()
@@ -126,8 +128,13 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
             yield
             return
         before = {number: signal.getsignal(number) for number in signals}
+
+        def forward(number: int, _: object) -> None:
+            self._forwarded.add(number)
+            self.kill(number)
+
         for number in signals:
-            signal.signal(number, lambda signum, frame: self.kill(signum))
+            signal.signal(number, forward)
         try:
             yield
         finally:
@@ -148,6 +155,8 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
             return RankFailedError(str(error), rank=error.error_index, remote_traceback=str(error))
         rank = record.rank if record is not None else error.error_index
         code = self.procs[rank].exitcode  # better than what another rank saw of its end
+        if code is not None and -code in self._forwarded:  # asked to stop before it had a handler
+            return SIGTERMException(exit_code.PREEMPTED)
         what, exit_with = describe_exit(-signal.SIGKILL if code is None else code)
         return RankFailedError(
             f"[lean_ddp] rank {rank} failed first: {what}.", rank=rank, exit_code=exit_with

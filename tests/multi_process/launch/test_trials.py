@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.multi_process.app.commands import succeed
+from tests.support.programs import python, run_program
 
 pytestmark = pytest.mark.multi_process
 
@@ -44,6 +45,32 @@ try:
 except lightning_dp.errors.RankFailedError as error:
     print("tuner:", str(error).splitlines()[0])
 """
+
+STOPPED = """
+import multiprocessing, os, signal, time
+import lightning.pytorch as pl, lightning_dp
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+if multiprocessing.current_process().name == "SpawnProcess-1":  # a rank, before anything of ours runs
+    time.sleep(1)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    for trial in range(2):
+        try:
+            pl.Trainer(accelerator="cpu", devices=2, strategy="lean_ddp_spawn").fit(BoringModel())
+        except lightning_dp.errors.RankFailedError as error:
+            print("trial", trial, "failed:", error)
+"""
+
+
+def test_a_request_to_stop_while_ranks_start_ends_the_search(tmp_path):
+    (tmp_path / "search.py").write_text(STOPPED)
+    run = run_program(python("search.py"), cwd=tmp_path)
+    assert run.code == 143, run.out
+    assert run.left == []
+    assert "failed:" not in run.out
 
 
 def test_a_trial_that_fails_on_one_rank_is_followed_by_one_that_trains(tmp_path):
