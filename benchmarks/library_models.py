@@ -277,6 +277,22 @@ def gluonts(options: dict[str, Any]) -> nn.Module:
     return estimator.train_model(ListDataset(rows, freq="D")).trained_net
 
 
+@library("deeptab", "arguments of `fit`")
+def deeptab(options: dict[str, Any]) -> nn.Module:
+    import pandas as pd
+    from deeptab.configs import MLPConfig
+    from deeptab.models import MLPRegressor
+
+    table = pd.DataFrame(torch.randn(ROWS, 3).numpy(), columns=["a", "b", "c"])
+    y = table.sum(axis=1).to_numpy()
+    model = MLPRegressor(MLPConfig(layer_sizes=[8, 8], dropout=0.0))
+    model.fit(
+        table, y, X_val=table, y_val=y, max_epochs=STEPS, batch_size=ROWS // options["devices"],
+        shuffle=False, random_state=1, **without(options, "enable_checkpointing"),
+    )  # fmt: skip
+    return model._task_model
+
+
 @library(
     "scvi-tools", "arguments of `train`",
     f"its latent values are drawn at random; beside `{UNUSED}`, as `ddp` ends in an error", ddp=UNUSED,
