@@ -60,6 +60,17 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         self._call = call
         self._forwarded: set[int] = set()  # signals of this launch
 
+    @property
+    def procs(self) -> list[Any]:
+        """The ranks' processes. Lightning sets it when all are started: they get what came meanwhile."""
+        return self._started
+
+    @procs.setter
+    def procs(self, processes: list[Any]) -> None:
+        self._started = processes
+        for number in getattr(self, "_forwarded", ()):
+            self.kill(number)
+
     def launch(
         self,
         function: Callable[..., Any],
@@ -128,8 +139,12 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
             yield
             return
         before = {number: signal.getsignal(number) for number in signals}
+        launching = os.getpid()
 
         def forward(number: int, _: object) -> None:
+            if os.getpid() != launching:  # a forked rank without a handler of its own: it just ends
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
             self._forwarded.add(number)
             self.kill(number)
 

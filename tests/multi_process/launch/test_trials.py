@@ -73,6 +73,34 @@ def test_a_request_to_stop_while_ranks_start_ends_the_search(tmp_path):
     assert "failed:" not in run.out
 
 
+STOPPED_EARLY = """
+import os, signal
+import lightning.pytorch as pl, lightning_dp
+import torch.multiprocessing as mp
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+real = mp.start_processes
+
+def start(*args, **kwargs):
+    started = real(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGTERM)  # ranks run, and their launcher has not been told which they are
+    return started
+
+mp.start_processes = start
+pl.Trainer(accelerator="cpu", devices=2, max_epochs=-1, strategy="lean_ddp_fork", logger=False,
+           enable_checkpointing=False, enable_progress_bar=False).fit(BoringModel())
+print("trained")
+"""
+
+
+def test_a_request_to_stop_in_the_moment_of_the_start_is_not_lost(tmp_path):
+    (tmp_path / "early.py").write_text(STOPPED_EARLY)
+    run = run_program(python("early.py"), cwd=tmp_path, timeout_s=60)
+    assert run.code == 143, run.out
+    assert run.left == []
+    assert "trained" not in run.out
+
+
 def test_a_trial_that_fails_on_one_rank_is_followed_by_one_that_trains(tmp_path):
     (tmp_path / "search.py").write_text(SEARCH)
     output = succeed(sys.executable, "search.py", cwd=tmp_path)
