@@ -63,11 +63,14 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
     @property
     def procs(self) -> list[Any]:
         """The ranks' processes. Lightning sets it when all are started: they get what came meanwhile."""
-        return self._started
+        found: list[Any] = self.__dict__[
+            "procs"
+        ]  # where Lightning leaves it out of what is pickled
+        return found
 
     @procs.setter
     def procs(self, processes: list[Any]) -> None:
-        self._started = processes
+        self.__dict__["procs"] = processes
         for number in getattr(self, "_forwarded", ()):
             self.kill(number)
 
