@@ -62,10 +62,11 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
 
     @property
     def procs(self) -> list[Any]:
-        """The ranks' processes. Lightning sets it when all are started: they get what came meanwhile."""
-        found: list[Any] = self.__dict__[
-            "procs"
-        ]  # where Lightning leaves it out of what is pickled
+        """The ranks' processes. Lightning sets it when all are started: they get what came meanwhile.
+
+        It stays in ``__dict__`` under this name, where Lightning leaves it out of what is pickled.
+        """
+        found: list[Any] = self.__dict__["procs"]
         return found
 
     @procs.setter

@@ -148,9 +148,9 @@ class Scratch:
 
 
 def pieces(*views: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut tensors whose first two sizes are equal alike in both, a piece ``CACHED_NUMBERS`` at most.
+    """Cut tensors alike along their first two sizes, which are equal.
 
-    The first has as many numbers as the longest. A device gets them as they are: each call costs there.
+    A piece has at most ``CACHED_NUMBERS`` of the longest. A device gets them whole: each call costs there.
     """
     first = views[0]
     if first.device.type != "cpu":

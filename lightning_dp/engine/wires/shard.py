@@ -314,7 +314,7 @@ class ShardWire(Stateless):
         )
 
     def _add(self, exchange: Exchange) -> None:
-        """Add what was received into this rank's slice, in the order of ranks; begin the second half."""
+        """Add what was received, in the order of ranks; begin the second half."""
         own, sent, codec = self._own(exchange.grads), exchange.sent, exchange.codec
         mine = sent[self.group.rank]
         if codec is None:

@@ -122,9 +122,8 @@ class SharedMemory:
         self._peers = peers
         self._rings = [peer.memory for peer in peers]
         self._rings.insert(rank, ring)
-        self._slots: dict[
-            tuple[torch.dtype, int, int], list[Tensor]
-        ] = {}  # by rank, scratch memory
+        # By rank, and scratch memory; by dtype, length and slot.
+        self._slots: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
         self._cut: dict[tuple[torch.dtype, int, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._to_write: deque[Part] = deque()
         self._to_add: deque[Part] = deque()
