@@ -130,6 +130,21 @@ def test_torchdata_with_data_that_only_yields(tmp_path):
     check(lambda: StatefulDataLoader(_Part(), batch_size=SIZE), tmp_path)
 
 
+@pytest.mark.library("torchdata.nodes")
+def test_torchdata_nodes(tmp_path):
+    """A chain of nodes, which is no loader of torch's, over this rank's part."""
+    from torch.utils.data import default_collate
+    from torchdata import nodes
+
+    def make():
+        mine = nodes.IterableWrapper(range(torch.distributed.get_rank(), N, RANKS))
+        rows = nodes.Mapper(mine, Numbers(N).__getitem__)
+        batches = nodes.Mapper(nodes.Batcher(rows, SIZE), default_collate)
+        return nodes.Loader(nodes.Prefetcher(batches, prefetch_factor=2))
+
+    check(make, tmp_path)
+
+
 @pytest.mark.library("datasets")
 def test_datasets(tmp_path):
     import datasets
