@@ -3,8 +3,9 @@
     python -m benchmarks.plan                     # all of it: needs root and iproute2, and a quiet machine
     python -m benchmarks.plan --rates 1gbit --hosts 2 --models gpt --steps 4 --rounds 1
 
-One rank on one core gives the profile; nothing of the measured runs goes into a prediction. Writes a table,
-and with ``--out`` a JSON object a line.
+The profile is one rank's that talks to none, measured just before (the machine's clock drifts) and on a
+machine as busy as in the run; nothing of the measured runs goes into a prediction. Writes a table, and with
+``--out`` a JSON object a line.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LATENCY_S = 1e-4  # of test hosts
 STEPS = {"10mbit": 2, "100mbit": 4, "1gbit": 10, "10gbit": 12}
 
 
-def profile(model: str, folder: str, seconds: float) -> None:
+def profile(model: str, folder: str, rank: str, seconds: float) -> None:
     """Measure one rank on this core; run in a process of its own."""
     from benchmarks.step_time import bare_trainer, quiet
 
@@ -41,28 +42,40 @@ def profile(model: str, folder: str, seconds: float) -> None:
         module = job(model)
         recorder = ProfileRecorder(seconds, folder)
         # By the strategy: its hooks and its Trainer are part of a step.
+        port = str(29530 + int(rank))
         os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29530"
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
         )
         bare_trainer("lean", 1, recorder).fit(module, module.loader(100_000))
 
 
-def profiles(models: list[str], seconds: float) -> dict[str, RunProfile]:
+def profiles(models: list[str], seconds: float, ranks: int = 1) -> dict[str, RunProfile]:
+    """One rank's profile by model, while ``ranks - 1`` others, that it does not talk to, do the same.
+
+    Test hosts share a machine: its memory, its clock, and where there are more of them than cores, those.
+    The slowest of them is who a step waits for.
+    """
+    cores = os.cpu_count() or 1
     found = {}
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
-            command = [
-                "taskset",
-                "-c",
-                "0",
-                sys.executable,
-                "-m",
-                "benchmarks.plan",
-                "--profile",
-                model,
-            ]
-            subprocess.run([*command, folder, "--seconds", str(seconds)], check=True)
-            found[model] = RunProfile.load(Path(folder) / FILE)
+            started = []
+            for rank in range(ranks):
+                command = [
+                    "taskset",
+                    "-c",
+                    str(rank % cores),
+                    sys.executable,
+                    "-m",
+                    "benchmarks.plan",
+                ]
+                command += ["--profile", model, f"{folder}/{rank}", str(rank)]
+                started.append(subprocess.Popen([*command, "--seconds", str(seconds)]))
+            codes = [process.wait() for process in started]
+            if any(codes):
+                raise SystemExit(f"no profile of {model}")
+            ones = [RunProfile.load(Path(folder, str(rank), FILE)) for rank in range(ranks)]
+            found[model] = max(ones, key=lambda one: one.forward_s + one.backward_s)
     return found
 
 
@@ -95,15 +108,14 @@ def fabric(one: RunProfile, rate: str, ranks: int) -> Fabric:
     )
 
 
-def shared_core(one: RunProfile, ranks: int) -> RunProfile:
-    """Several ranks to a core take turns: so many times everything."""
-    turns = max(1.0, ranks / (os.cpu_count() or 1))
+def in_company(alone: RunProfile, busy: RunProfile, ranks: int) -> RunProfile:
+    """How fast a rank computes beside the others; what sending costs was measured without them."""
+    turns = -(-ranks // (os.cpu_count() or 1))
     return replace(
-        one,
-        forward_s=one.forward_s * turns,
-        backward_s=one.backward_s * turns,
-        optimizer_s=one.optimizer_s * turns,
-        gradients=tuple((seconds * turns, nbytes) for seconds, nbytes in one.gradients),
+        busy,
+        cpu_s_per_byte=alone.cpu_s_per_byte * turns,
+        shared=alone.shared,
+        loopback=alone.loopback,
     )
 
 
@@ -115,18 +127,20 @@ def main() -> None:
     parser.add_argument(
         "--loopback", nargs="+", type=int, default=[2, 4], help="ranks of one machine"
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each profile")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each profile")
     parser.add_argument("--steps", type=int, help="of each fit; by default by rate")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--out", type=Path, help="append results to this file, a JSON object a line"
     )
-    parser.add_argument("--profile", nargs=2, metavar=("MODEL", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--profile", nargs=3, metavar=("MODEL", "FOLDER", "RANK"), help=argparse.SUPPRESS
+    )
     args = parser.parse_args()
     if args.profile:
         profile(*args.profile, args.seconds)
         return
-    ones = profiles(args.models, args.seconds)
+    alone = profiles(args.models, args.seconds)
     errors = []
     print(
         f"{'model':<13}{'link':<10}{'ranks':>6}{'measured':>10}{'predicted':>11}{'interval':>20}{'error':>8}"
@@ -134,8 +148,9 @@ def main() -> None:
     for rate in args.rates:
         for ranks in args.loopback if rate == "loopback" else args.hosts:
             steps = args.steps or STEPS.get(rate, 12)
+            busy = profiles(args.models, args.seconds, ranks)
             for model, ms in measured(args.models, rate, ranks, steps, args.rounds).items():
-                one = shared_core(ones[model], ranks)
+                one = in_company(alone[model], busy[model], ranks)
                 row = forecast(one, fabric(one, rate, ranks), Job(), ranks)
                 error = row.step_s * 1e3 / ms - 1
                 errors.append(abs(error))
