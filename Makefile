@@ -17,7 +17,8 @@ JOBS   ?= 3
 # What the second of Lightning's packages, pytorch_lightning, is tried with, before everything is with the first.
 OTHER_PACKAGE_TESTS := tests/unit/test_internals_engine.py tests/unit/test_internals_loaders.py \
 	tests/unit/test_internals_runs.py tests/unit/test_internals_stacks.py tests/unit/test_lightning_cli.py \
-	$(addprefix tests/multi_process/,step/test_trainer.py step/test_trainer_fit.py data/test_loaders.py)
+	$(addprefix tests/multi_process/,step/test_trainer.py step/test_trainer_fit.py data/test_loaders.py \
+	optim/test_zero_failures.py)
 BIN    := $(VENV)/bin
 # One thread a rank: several ranks share few cores, and results do not depend on their number. Compiled files are
 # kept also where the environment says otherwise: each of many processes would compile the package and the tests.
