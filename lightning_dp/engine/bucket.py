@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -59,51 +59,31 @@ class Slicing:
 UNCUT = Slicing()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Slot:
     """One parameter's place in the engine."""
 
-    __slots__ = (
-        "bucket",
-        "copied_in",
-        "copy_early",
-        "deferred",
-        "expects_sparse",
-        "grad_view",
-        "index",
-        "is_complex",
-        "local_grad",
-        "name",
-        "nested",
-        "param",
-        "partition",
-        "reduction",
-        "removed",
-        "sliced",
-        "sparse",
-        "view",
-    )
+    index: int
+    name: str
+    param: nn.Parameter
+    is_complex: bool = field(init=False)
+    partition: int = 0  # buckets never mix partitions (the strategy passes optimizers)
+    sliced: bool = False  # its optimizer updates equal slices of buckets; none mixes both kinds
+    bucket: Bucket | None = None
+    view: Tensor | None = None  # into the bucket, real dtype
+    grad_view: Tensor | None = None  # what ``param.grad`` becomes
+    local_grad: Tensor | None = None  # the local gradient, when its dtype is not the bucket's
+    copy_early: bool = False  # large, on a CPU: copied when it arrives
+    copied_in: int = -1  # the reduction in which it was
+    reduction: int = -1  # the last reduction in which it fired
+    nested: bool = False  # fires inside a re-entrant backward, and only once
+    deferred: bool = False  # may fire more than once: its bucket is sent last
+    sparse: bool = False
+    expects_sparse: bool = False  # the weight of an Embedding(sparse=True)
+    removed: bool = False  # no longer in the module: its place stays, its memory does not
 
-    def __init__(self, index: int, name: str, param: nn.Parameter, partition: int = 0) -> None:
-        self.index = index
-        self.name = name
-        self.param = param
-        self.is_complex = param.is_complex()
-        self.partition = partition  # buckets never mix partitions (the strategy passes optimizers)
-        self.sliced = False  # its optimizer updates equal slices of buckets; none mixes both kinds
-        self.bucket: Bucket | None = None
-        self.view: Tensor | None = None  # into the bucket, real dtype
-        self.grad_view: Tensor | None = None  # what ``param.grad`` becomes
-        self.local_grad: Tensor | None = (
-            None  # the local gradient, when its dtype is not the bucket's
-        )
-        self.copy_early = False  # large, on a CPU: copied when it arrives
-        self.copied_in = -1  # the reduction in which it was
-        self.reduction = -1  # the last reduction in which it fired
-        self.nested = False  # fires inside a re-entrant backward, and only once
-        self.deferred = False  # may fire more than once: its bucket is sent last
-        self.sparse = False
-        self.expects_sparse = False  # the weight of an Embedding(sparse=True)
-        self.removed = False  # no longer in the module: its place stays, its memory does not
+    def __post_init__(self) -> None:
+        self.is_complex = self.param.is_complex()
 
     def let_go(self) -> None:
         """The module dropped the parameter: keep its shape for the layout, not its memory."""
@@ -154,7 +134,7 @@ class Bucket:
         self.index = index
         for slot in slots:
             large = slot.numel * dtype.itemsize >= COPY_EARLY_BYTES
-            same = _real_dtype(slot.param.dtype) == dtype
+            same = slot.param.dtype.to_real() == dtype
             slot.copy_early = device.type == "cpu" and large and same and not slot.is_complex
         # Those first: they are scaled one by one, the rest of the memory in one call.
         self.slots = sorted(slots, key=lambda slot: not slot.copy_early)
@@ -170,7 +150,7 @@ class Bucket:
         self._gaps: Tensor | None = None
         self.strides = [_strides(slot.param) for slot in self.slots]
         self.shapes = [slot.param.shape for slot in self.slots]
-        self.same_dtype = [_real_dtype(slot.param.dtype) == dtype for slot in self.slots]
+        self.same_dtype = [slot.param.dtype.to_real() == dtype for slot in self.slots]
         self._give_places(slicing)
         # New memory means new views, which cost a call each: worth it where they cover much.
         self.worth_releasing = self.nbytes >= RELEASE_BYTES * len(self.slots)
@@ -196,11 +176,6 @@ class Bucket:
             (begin + slot.numel, end) for begin, slot, end in ends if begin + slot.numel < end
         ]
         self.gaps.append((self.grad_numel, self.numel))
-
-    def slice(self, rank: int) -> Tensor:
-        """Rank ``rank``'s slice of the gradients: a view of shape ``(slice_numel,)``."""
-        self.allocate()
-        return self.grads[rank * self.slice_numel : (rank + 1) * self.slice_numel]
 
     def clear_gaps(self) -> None:
         """Zero what lies between gradients, once more: a block that is not finite was written over it."""
@@ -300,10 +275,6 @@ def changed_shape(slot: Slot, shape: torch.Size) -> ConfigError:
         " its gradient's place was planned. Assign a new nn.Parameter to the module in place of another"
         " tensor to param.data; it is taken in at the next epoch, or when an optimizer gets a group."
     )
-
-
-def _real_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _views(

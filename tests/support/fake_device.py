@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.wires.wire import Stateless
+from lightning_dp.engine.wires.wire import Wire
 
 
 class FakeDeviceError(AssertionError):
@@ -142,7 +142,7 @@ class FakeEvent:
         self.synchronize = lambda: device.synchronize(host)
 
 
-class FakeNCCL(Stateless):
+class FakeNCCL(Wire):
     """A wire on a fake device."""
 
     def __init__(self, group: ReplicaGroup, device: FakeDevice) -> None:

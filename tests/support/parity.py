@@ -24,7 +24,8 @@ from lightning_dp.engine.wires.all_reduce import AllReduceWire
 from lightning_dp.engine.wires.codec import Half, Int8
 from lightning_dp.engine.wires.shard import ShardWire
 from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
-from lightning_dp.engine.wires.wire import RecordingWire, Wire
+from lightning_dp.engine.wires.wire import Wire
+from tests.support.spies import RecordingWire
 
 # How gradients travel: one of ``CONNECT``; set by the fixture ``each_wire``.
 WIRE = "group"

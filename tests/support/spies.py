@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reduction.opening import Opening
 from lightning_dp.engine.wires.shared_memory import SharedMemory
+from lightning_dp.engine.wires.wire import InFlight, Wire
 
 # Every public function of torch.distributed that communicates.
 FUNCTIONS = [
@@ -194,3 +196,19 @@ class HostReadSpy(TorchDispatchMode):
             return original(*args, **kwargs)
 
         return noted
+
+
+class RecordingWire(Wire):
+    """Notes for each launch ``(bucket index, names of its parameters, bytes)`` and passes it on."""
+
+    def __init__(self, inner: Wire) -> None:
+        self.inner = inner
+        self.launches: list[tuple[int, tuple[str, ...], int]] = []
+        self.carries_control, self.keyed_by_bucket = inner.carries_control, inner.keyed_by_bucket
+        self.predivide_factor, self.slicing = inner.predivide_factor, inner.slicing
+        self.ratio, self.gathers = inner.ratio, inner.gathers
+        self.nbytes, self.forget, self.close = inner.nbytes, inner.forget, inner.close
+
+    def launch(self, bucket: Bucket) -> InFlight:
+        self.launches.append((bucket.index, tuple(bucket.names), bucket.nbytes))
+        return self.inner.launch(bucket)

@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.wires.wire import Done, InFlight, Stateless
+from lightning_dp.engine.wires.wire import Done, InFlight, Wire
 
 
-class AllReduceWire(Stateless):
+class AllReduceWire(Wire):
     """The default: one asynchronous all-reduce of the flat storage.
 
     Args:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_dp.engine.bucket import UNCUT, Bucket
+from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.wires.comm_hook_state import BY_BUCKET, forget
-from lightning_dp.engine.wires.wire import Done, InFlight
+from lightning_dp.engine.wires.wire import Done, InFlight, Wire
 from lightning_dp.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -40,9 +41,8 @@ _REFUSED: dict[str, tuple[bool, str]] = {
 class BucketView:
     """What a hook sees of a bucket: the methods of ``torch.distributed.GradBucket``."""
 
-    def __init__(self, bucket: Bucket, is_last: bool) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._is_last = is_last
         bucket.allocate()
         self._buffer = bucket.grads
 
@@ -75,31 +75,26 @@ class BucketView:
 
     def is_last(self) -> bool:
         """Whether no bucket of this step comes after it."""
-        return self._is_last
+        return self._bucket.is_last
 
 
+@dataclass
 class _HookResult:
-    def __init__(
-        self,
-        future: torch.futures.Future[Tensor],
-        bucket: Bucket,
-        then: Callable[[Bucket], None] | None = None,
-    ) -> None:
-        self._future = future
-        self._bucket = bucket
-        self._then = then
+    future: torch.futures.Future[Tensor]
+    bucket: Bucket
+    then: Callable[[Bucket], None] | None
 
     def wait(self) -> None:
-        result = self._future.wait()
+        result = self.future.wait()
         result = result[0] if isinstance(result, (list, tuple)) else result
-        target = self._bucket.grads
+        target = self.bucket.grads
         if result.data_ptr() != target.data_ptr() or result.dtype != target.dtype:
             target.copy_(result.view(-1))  # compressing wrappers return the compressed type
-        if self._then is not None:
-            self._then(self._bucket)
+        if self.then is not None:
+            self.then(self.bucket)
 
 
-class CommHookWire:
+class CommHookWire(Wire):
     """Sends each bucket through a communication hook.
 
     [Note: hooks on gloo] gloo completes futures on threads of its own, so a hook that starts a second
@@ -123,10 +118,6 @@ class CommHookWire:
 
     carries_control = False
     keyed_by_bucket = True
-    predivide_factor = 1.0
-    slicing = UNCUT
-    gathers = True
-    ratio = 1.0  # it is not known what a hook sends
 
     def __init__(
         self,
@@ -153,10 +144,6 @@ class CommHookWire:
         if self._lent_group:
             state.process_group = group.process_group
 
-    def nbytes(self, bucket: Bucket) -> int:
-        """What the hook is given; what it sends is not known."""
-        return bucket.nbytes
-
     def forget(self) -> None:
         """The buckets are others than those of the checkpoint: what was kept of each begins empty."""
         log.warning(
@@ -175,9 +162,8 @@ class CommHookWire:
 
         Collective: whatever the hook does; every rank, in launch order. Blocks on gloo only.
         """
-        view = BucketView(bucket, is_last=bucket.is_last)
         forget = self._forget_what_is_not_finite if self.heal else None
-        result = _HookResult(self.hook(self.state, view), bucket, forget)
+        result = _HookResult(self.hook(self.state, BucketView(bucket)), bucket, forget)
         if not self.serialize:
             return result
         result.wait()

@@ -1,8 +1,8 @@
 """Sum a bucket in equal slices, one a rank: an all-reduce in two halves that can be used apart.
 
-[Note: two halves] ``reduce`` sends slice ``k`` of every rank to rank ``k`` (all-to-all), which adds
-them in the order of ranks; ``gather`` sends the sums to everybody (all-gather). Together they send what
-an all-reduce sends, ``2 (K - 1) / K`` of the bucket, and every rank ends with the same bytes, because
+[Note: two halves] The first one sends slice ``k`` of every rank to rank ``k`` (all-to-all), which adds
+them in the order of ranks; the second one sends the sums to everybody (all-gather). Together they send
+what an all-reduce sends, ``2 (K - 1) / K`` of the bucket, and every rank ends with the same bytes, because
 each number was added up once. A sharded optimizer uses the first half for gradients and the second one
 for parameters.
 
@@ -10,8 +10,8 @@ for parameters.
 first ones in another order on each rank. They have a process group of their own: within each, the order
 is that of launches on every rank.
 
-[Note: what travels apart] Only gradients are cut, at ``Bucket.slice``: slots begin at 64 bytes, and the
-end is padded with zeros so that slices are equal. Used-flags and the control block go in the engine's
+[Note: what travels apart] Only gradients are cut, at ``Bucket.slice_numel``: slots begin at 64 bytes, and
+the end is padded with zeros so that slices are equal. Used-flags and the control block go in the engine's
 small message, exact, never compressed.
 
 Nothing happens in the background but the collectives themselves: sums are made when the next bucket
@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +38,7 @@ from lightning_dp.engine.bucket import Bucket, Slicing
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.waiting import interruptible_wait
 from lightning_dp.engine.wires.codec import HALF, Codec, add_others, add_rows, encode_others
-from lightning_dp.engine.wires.wire import InFlight, Stateless
+from lightning_dp.engine.wires.wire import InFlight, Wire
 from lightning_dp.internals.autograd import wide_gloo
 
 # Received slices wait in memory of their own until they are added; what is more than this leaves later.
@@ -82,26 +83,26 @@ class Exchange:
         return self.done or self._wire.is_lost
 
 
+@dataclass
 class Queued:
     """On a device: everything is in the queue of a stream.
 
-    Args:
+    Attributes:
         event: Recorded behind it.
     """
 
-    def __init__(self, event: Any) -> None:
-        self._event = event
+    event: Any
 
     def wait(self) -> None:
         """Make the current stream wait for it. Does not block the host."""
-        self._event.wait()
+        self.event.wait()
 
     def is_completed(self) -> bool:
         """Whether the device has done it."""
-        return bool(self._event.query())
+        return bool(self.event.query())
 
 
-class ShardWire(Stateless):
+class ShardWire(Wire):
     """All-to-all, local sum in the order of ranks, all-gather; made by :meth:`connect`.
 
     Half types and codes are added in fp32 and rounded once.
@@ -171,35 +172,18 @@ class ShardWire(Stateless):
         codec = self.codec_of(bucket)
         return plain if codec is None else round(plain * codec.ratio)
 
-    # What others call
-
     def launch(self, bucket: Bucket) -> InFlight:
         """Start averaging ``bucket`` in place; perhaps only this rank's slice of it (``gathers``).
 
         Collective: every rank, in launch order. Does not block.
         """
-        return self._start(Exchange(self, bucket, gathers=self.gathers or not bucket.sliced))
-
-    def reduce(self, bucket: Bucket) -> InFlight:
-        """Start the first half: ``bucket.slice(rank)`` becomes the mean, the rest stays this rank's own.
-
-        Collective: every rank, in launch order. Does not block.
-        """
-        return self._start(Exchange(self, bucket, gathers=False))
-
-    def gather(self, flat: Tensor) -> InFlight:
-        """Start the second half alone: every rank's slice of ``flat`` goes to all, in place.
-
-        Args:
-            flat: ``(K * n,)``, contiguous, any dtype; elements ``rank * n`` to ``(rank + 1) * n`` are this
-                rank's. Not to be touched before the result was waited for.
-
-        Collective: every rank, same order, ``n`` and dtype, between reductions. Does not block; wait with
-        ``interruptible_wait``.
-        """
         self._check_open()
-        work: InFlight = all_gather(flat, self._own(flat), self.gather_group)
-        return work
+        exchange = Exchange(self, bucket, gathers=self.gathers or not bucket.sliced)
+        if self._stream is not None:
+            return self._queue_on(self._stream, exchange)
+        self._queued.append(exchange)
+        self.advance()
+        return exchange
 
     def forget(self) -> None:
         """Let go of memory for slices of buckets that are no more."""
@@ -213,14 +197,6 @@ class ShardWire(Stateless):
             dist.destroy_process_group(group)
 
     # How exchanges move on
-
-    def _start(self, exchange: Exchange) -> InFlight:
-        self._check_open()
-        if self._stream is not None:
-            return self._queue_on(self._stream, exchange)
-        self._queued.append(exchange)
-        self.advance()
-        return exchange
 
     @torch.no_grad()
     def advance(self) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_dp.engine.bucket import Bucket
-from lightning_dp.engine.wires.wire import Done, Stateless
+from lightning_dp.engine.wires.wire import Done, Wire
 from tests.support.nets import Boom, branches
 from tests.support.parity import (
     Harness,
@@ -50,7 +50,7 @@ def test_gradients_are_the_mean_of_local_gradients(world_size):
 
 
 @dataclass
-class NoWire(Stateless):
+class NoWire(Wire):
     """Control: nothing is communicated."""
 
     group: object

@@ -107,12 +107,13 @@ def _errors(rank, world_size):
     found = {}
     for name, codec in CODECS.items():
         for gathers in (True, False):
-            wire = ShardWire.connect(group, codec=codec)
+            wire = ShardWire.connect(group, codec=codec, gathers=gathers)
             slot = Slot(0, "w", nn.Parameter(torch.zeros(N)))
+            slot.sliced = True
             bucket = Bucket(0, [slot], torch.float32, torch.device("cpu"), wire.slicing)
             bucket.allocate()
             slot.view.copy_(gradient(rank) * wire.predivide_factor)
-            (wire.launch(bucket) if gathers else wire.reduce(bucket)).wait()
+            wire.launch(bucket).wait()
             mine = slice(rank * bucket.slice_numel, (rank + 1) * bucket.slice_numel)
             part = mine if not gathers else slice(None)
             found[name, gathers] = relative(bucket.grads[part], exact[part])

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lightning_dp.engine.wires.wire import RecordingWire
 from tests.support.modules import Base
 from tests.support.parity import as_bytes, assert_equal_on_all_ranks
+from tests.support.spies import RecordingWire
 from tests.support.trainers import Rows, fit, lean, ranks
 
 pytestmark = pytest.mark.multi_process

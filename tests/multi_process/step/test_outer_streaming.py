@@ -14,12 +14,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_dp.engine.wires.wire import RecordingWire
 from lightning_dp.errors import RankFailedError
 from tests.support.logs import log_lines
 from tests.support.modules import Base
 from tests.support.parity import as_bytes, assert_equal_on_all_ranks
 from tests.support.rounds import Saves, again, held
+from tests.support.spies import RecordingWire
 from tests.support.trainers import Rows, fit, lean, ranks, trainer
 
 pytestmark = pytest.mark.multi_process
