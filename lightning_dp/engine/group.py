@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -132,14 +133,46 @@ class ReplicaGroup:
             return values
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         with self.waiting(what):
-            sizes = self._gather(torch.tensor([data.numel()], device="cpu"))
-            padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device="cpu")
-            padded[: data.numel()] = data
+            sizes, padded = self._padded(data)
             parts = self._gather(padded)
         return [
-            pickle.loads(part[: int(size)].numpy().tobytes())
+            pickle.loads(part[:size].numpy().tobytes())
             for part, size in zip(parts, sizes, strict=True)
         ]
+
+    def gather_object(self, value: Any, what: str) -> list[Any]:
+        """Return on rank 0 every rank's picklable ``value``, by rank; elsewhere nothing.
+
+        Args:
+            value: This rank's. Tensors in it come to the CPU.
+            what: Names the wait in reports.
+
+        Collective: every rank, same order. Blocks; the wait can be interrupted.
+        """
+        if self.world_size == 1:
+            return [value]
+        file = io.BytesIO()
+        torch.save(value, file)
+        parts: list[Tensor] = []
+        with self.waiting(what):
+            sizes, padded = self._padded(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+            if self.rank == 0:
+                parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+            group = self.control_group
+            work = dist.gather(padded, parts or None, group=group, group_dst=0, async_op=True)
+            interruptible_wait(work)
+        return [
+            torch.load(io.BytesIO(part[:size].numpy()), map_location="cpu", weights_only=False)
+            for part, size in zip(parts, sizes, strict=False)
+        ]
+
+    def _padded(self, data: Tensor) -> tuple[list[int], Tensor]:
+        """Return how many bytes each rank has, and ``data`` as long as the longest."""
+        mine = torch.tensor([data.numel()], device="cpu")
+        sizes = [int(size) for size in self._gather(mine)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        padded[: data.numel()] = data
+        return sizes, padded
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -165,8 +198,7 @@ class ReplicaGroup:
         if self.world_size > 1:
             group = self.process_group
             work = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
-            with self.waiting("values of rank 0"):
-                interruptible_wait(work, on_host=self.waits_on_host)
+            self._wait(work, "values of rank 0")
 
     def all_reduce_mean(self, tensor: Tensor) -> None:
         """Average ``tensor`` over all replicas, in place.
@@ -176,8 +208,34 @@ class ReplicaGroup:
 
         Collective: every rank, same order, same ``numel``. Blocks (on CUDA: the stream only).
         """
+        self.all_reduce(tensor, dist.ReduceOp.AVG, "a mean over ranks")
+
+    def all_reduce(self, tensor: Tensor, op: Any, what: str = "") -> None:
+        """Reduce ``tensor`` over all replicas, in place.
+
+        Args:
+            tensor: Any shape, a dtype that ``op`` takes, contiguous, on ``device``.
+            op: Of ``dist.ReduceOp``.
+            what: Names the wait in reports; without, it is not in them.
+
+        Collective: every rank, same order, same ``numel``. Blocks (on CUDA: the stream only).
+        """
         if self.world_size > 1:
-            op, group = dist.ReduceOp.AVG, self.process_group
-            work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-            with self.waiting("a mean over ranks"):
-                interruptible_wait(work, on_host=self.waits_on_host)
+            work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
+            self._wait(work, what)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return every rank's ``tensor``, by rank.
+
+        Args:
+            tensor: Any shape and dtype, contiguous, on ``device``; the same on every rank.
+
+        Collective: every rank, same order. Blocks (on CUDA: the stream only).
+        """
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self._wait(dist.all_gather(parts, tensor, group=self.process_group, async_op=True))
+        return parts
+
+    def _wait(self, work: Any, what: str = "") -> None:
+        with self.waiting(what) if what else nullcontext():
+            interruptible_wait(work, on_host=self.waits_on_host)

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_dp.engine.bucket import Slot
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.waiting import interruptible_wait
 from lightning_dp.internals.gradients import own_found_inf, own_total_norm
 
 
@@ -92,12 +91,9 @@ class GradientReaders:
         self._reduce(found, dist.ReduceOp.MAX)
 
     def _reduce(self, value: Tensor, op: Any) -> None:
-        group = self._group
         if op == dist.ReduceOp.MAX:
             value.nan_to_num_(nan=float("inf"))  # a maximum may lose it
-        work = dist.all_reduce(value, op=op, group=group.process_group, async_op=True)
-        with group.waiting("a number over all gradients"):
-            interruptible_wait(work, on_host=group.waits_on_host)
+        self._group.all_reduce(value, op, "a number over all gradients")
 
 
 def _power(norm: Tensor, power: float) -> Tensor:

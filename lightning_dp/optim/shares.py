@@ -143,10 +143,6 @@ class Shares:
         lengths = [each.end - each.begin for each in every]
         return lengths.index(max(lengths))
 
-    def owner(self, slot: Slot) -> int:
-        """The rank that updates the whole tensor of ``slot``."""
-        return self._owners[slot.index]
-
     def divided(self, bucket: Bucket) -> list[int]:
         """Positions in ``bucket`` whose parameters are divided between ranks."""
         return [n for n, slot in enumerate(bucket.slots) if id(slot.param) in self._mine]

@@ -6,19 +6,16 @@ A state tensor with the shape of its parameter has an element for each of the pa
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp.engine.bucket import Bucket, is_dense
+from lightning_dp.engine.bucket import is_dense
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.waiting import interruptible_wait
 from lightning_dp.optim.exchange import MASTER, in_memory_of
 from lightning_dp.optim.shares import Share, Shares
 from lightning_dp.optim.stored import Entry, Stored
@@ -133,24 +130,30 @@ def entries(label: str, optimizer: Optimizer, shares: Shares) -> Iterator[Entry]
         shares: Who keeps what. What every rank has whole is written by rank 0.
     """
     for number, parameter in enumerate(parameters_of(optimizer)):
-        share, state = shares.of(parameter), optimizer.state.get(parameter)
-        if not state or (share is None and shares.rank != 0):
-            continue
-        numel = parameter.numel()
-        begin, end = (0, numel) if share is None else (share.begin, share.end)
-        whole = end - begin == numel
-        shape = parameter.shape if whole else torch.Size([end - begin])
-        dense = is_dense(parameter)
-        ranges = {
-            key: _flat(parameter, value) if whole else value
-            for key, value in state.items()
-            if isinstance(value, Tensor) and value.shape == shape and dense
-        }
-        described = None
-        if share is None or shares.most(share) == shares.rank:
-            keys = {key: ranges[key].dtype if key in ranges else v for key, v in state.items()}
-            described = {"shape": parameter.shape, "strides": parameter.stride(), "keys": keys}
-        yield Entry(f"{label}.{number}", begin, numel, ranges, described)
+        if shares.of(parameter) is not None or shares.rank == 0:
+            yield from _entry(f"{label}.{number}", parameter, optimizer, shares)
+
+
+def _entry(label: str, parameter: Tensor, optimizer: Optimizer, shares: Shares) -> Iterator[Entry]:
+    """What this rank has of one parameter's state, if it has something."""
+    share, state = shares.of(parameter), optimizer.state.get(parameter)
+    if not state:
+        return
+    numel = parameter.numel()
+    begin, end = (0, numel) if share is None else (share.begin, share.end)
+    whole = end - begin == numel
+    shape = parameter.shape if whole else torch.Size([end - begin])
+    dense = is_dense(parameter)
+    ranges = {
+        key: _flat(parameter, value) if whole else value
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape == shape and dense
+    }
+    described = None
+    if share is None or shares.most(share) == shares.rank:
+        keys = {key: ranges[key].dtype if key in ranges else v for key, v in state.items()}
+        described = {"shape": parameter.shape, "strides": parameter.stride(), "keys": keys}
+    yield Entry(label, begin, numel, ranges, described)
 
 
 def _flat(parameter: Tensor, value: Tensor) -> Tensor:
@@ -173,8 +176,8 @@ def state_bytes(optimizer: Optimizer) -> int:
 def whole_state_dict(optimizer: Optimizer, shares: Shares, group: ReplicaGroup) -> dict[str, Any]:
     """Return on rank 0 what ``optimizer.state_dict()`` would be without shares; elsewhere nothing.
 
-    The state is put together on the CPU, bucket by bucket: besides the result, one bucket's worth of
-    memory is used.
+    The state is put together on the CPU, bucket by bucket: besides the result, a few times the memory of
+    one bucket's is used.
 
     Args:
         optimizer: Between two steps.
@@ -183,7 +186,7 @@ def whole_state_dict(optimizer: Optimizer, shares: Shares, group: ReplicaGroup) 
 
     Collective: every rank, at the same step. Blocks.
     """
-    found = _Assembly(optimizer, shares, group).run()
+    found = _bring_to_first(optimizer, shares, group)
     if group.rank != 0:
         return {}
     own = optimizer.state
@@ -200,7 +203,7 @@ def whole_state_dict(optimizer: Optimizer, shares: Shares, group: ReplicaGroup) 
 
 def make_whole(optimizer: Optimizer, shares: Shares, group: ReplicaGroup) -> None:
     """Give every rank the whole state. Collective: every rank. Blocks."""
-    found = _Assembly(optimizer, shares, group).run()
+    found = _bring_to_first(optimizer, shares, group)
     for parameter in parameters_of(optimizer):
         if shares.of(parameter) is None:
             continue
@@ -215,157 +218,43 @@ def make_whole(optimizer: Optimizer, shares: Shares, group: ReplicaGroup) -> Non
             }
 
 
-class _Assembly:
-    """One optimizer's state on its way to rank 0."""
+@torch.no_grad()
+def _bring_to_first(
+    optimizer: Optimizer, shares: Shares, group: ReplicaGroup
+) -> dict[Tensor, State]:
+    """Return each parameter's state: on rank 0 all of it, elsewhere what every rank has whole.
 
-    def __init__(self, optimizer: Optimizer, shares: Shares, group: ReplicaGroup) -> None:
-        self._optimizer = optimizer
-        self._shares = shares
-        self._group = group
-        self._members = {id(parameter) for parameter in parameters_of(optimizer)}
-        self._found: dict[Tensor, State] = {}
-
-    @torch.no_grad()
-    def run(self) -> dict[Tensor, State]:
-        """Return the state of all parameters that have one; on rank 0 it is whole."""
-        with self._group.waiting("the optimizer's state, for a checkpoint"):
-            self._keep_own()
-            for bucket in self._shares.buckets:
-                positions = [
-                    n
-                    for n in self._shares.divided(bucket)
-                    if id(bucket.slots[n].param) in self._members
-                ]
-                if positions and bucket.sliced:
-                    self._gather_slices(bucket, positions)
-                else:
-                    for position in positions:
-                        self._move_tensor(bucket, position)
-        return self._found
-
-    def _keep_own(self) -> None:
-        """Take what every rank has whole: what is not divided."""
-        for parameter in parameters_of(self._optimizer):
-            alone = self._group.world_size == 1 or self._shares.of(parameter) is None
-            if alone and parameter in self._optimizer.state:
-                self._found[parameter] = self._optimizer.state[parameter]
-
-    def _own(self, bucket: Bucket, position: int) -> tuple[Share, State]:
-        share = self._shares.of_rank(bucket, position, self._group.rank)
-        return share, self._optimizer.state.get(share.slot.param, {}) if not share.is_empty else {}
-
-    def _gather_slices(self, bucket: Bucket, positions: list[int]) -> None:
-        """Bring one sliced bucket's state to rank 0, key by key."""
-        mine = [self._describe(*self._own(bucket, position)) for position in positions]
-        described: dict[int, dict[str, Any]] = {}
-        # The word of the rank with most of it counts: of one element it cannot be told what it is.
-        longest: dict[int, int] = {}
-        for theirs in self._group.all_gather_object(mine):
-            for position, (length, keys) in zip(positions, theirs, strict=True):
-                if keys and length > longest.get(position, 0):
-                    longest[position], described[position] = length, keys
-        wanted = dict.fromkeys(
-            (key, value)
-            for keys in described.values()
-            for key, value in keys.items()
-            if isinstance(value, torch.dtype)
-        )
-        for position, keys in described.items():
-            parameter = bucket.slots[position].param
-            self._found[parameter] = {
-                key: torch.empty_like(parameter, dtype=value, device="cpu")
-                if isinstance(value, torch.dtype) and self._group.rank == 0
-                else value
-                for key, value in keys.items()
+    Collective: every rank. Blocks.
+    """
+    parameters = {str(number): each for number, each in enumerate(parameters_of(optimizer))}
+    label_of = {id(parameter): label for label, parameter in parameters.items()}
+    found = {
+        parameter: optimizer.state[parameter]
+        for parameter in parameters.values()
+        if parameter in optimizer.state and (group.world_size == 1 or not shares.of(parameter))
+    }
+    for bucket in shares.buckets:
+        divided = [bucket.slots[position].param for position in shares.divided(bucket)]
+        members = [parameter for parameter in divided if id(parameter) in label_of]
+        if not members:
+            continue
+        mine = [e for p in members for e in _entry(label_of[id(p)], p, optimizer, shares)]
+        everyone = group.gather_object(mine, "the optimizer's state, for a checkpoint")
+        theirs = [entry for entries in everyone for entry in entries]
+        keys = {each.label: each.described["keys"] for each in theirs if each.described is not None}
+        for label, described in keys.items():
+            found[parameters[label]] = {
+                key: _empty(parameters[label], value) if isinstance(value, torch.dtype) else value
+                for key, value in described.items()
             }
-        for key, dtype in wanted:
-            concerned = [n for n in positions if described.get(n, {}).get(key) is dtype]
-            self._gather_key(bucket, concerned, key, dtype)
-
-    @staticmethod
-    def _describe(share: Share, state: State) -> tuple[int, dict[str, Any]]:
-        """The share's length; for each key its dtype, if it has an element for each, or its value."""
-        length = share.end - share.begin
-        shape = share.slot.param.shape if share.is_whole else (length,)
-        return length, {
-            key: value.dtype
-            if isinstance(value, Tensor) and value.shape == shape
-            else (value.detach().cpu() if isinstance(value, Tensor) else value)
-            for key, value in state.items()
-        }
-
-    def _gather_key(self, bucket: Bucket, positions: list[int], key: str, dtype: Any) -> None:
-        ranges = [
-            [self._shares.of_rank(bucket, n, rank) for n in positions]
-            for rank in range(self._group.world_size)
-        ]
-        longest = max(sum(each.end - each.begin for each in theirs) for theirs in ranges)
-        mine = torch.zeros(longest, dtype=dtype, device="cpu")
-        place = 0
-        for share in ranges[self._group.rank]:
-            length = share.end - share.begin
-            if length:
-                state = self._optimizer.state[share.slot.param][key]
-                mine[place : place + length] = _range_of(share, state)
-            place += length
-        parts = self._to_first(mine)
-        if self._group.rank != 0:
-            return
-        for theirs, part in zip(ranges, parts, strict=True):
-            place = 0
-            for share in theirs:
-                length = share.end - share.begin
-                target = self._found[share.slot.param][key]
-                share.of(in_memory_of(share.slot.param, target)).copy_(part[place : place + length])
-                place += length
-
-    def _to_first(self, mine: Tensor) -> list[Tensor]:
-        """Return every rank's tensor on rank 0, nothing elsewhere."""
-        group = self._group
-        if group.world_size == 1:
-            return [mine]
-        first = group.rank == 0
-        parts = [torch.empty_like(mine) for _ in range(group.world_size)] if first else []
-        work = dist.gather(
-            mine, parts or None, group=group.control_group, group_dst=0, async_op=True
-        )
-        interruptible_wait(work)
-        return parts
-
-    def _move_tensor(self, bucket: Bucket, position: int) -> None:
-        """Bring the state of a tensor from its owner to rank 0: objects of any kind."""
-        slot, group = bucket.slots[position], self._group
-        owner = self._shares.owner(slot)
-        if group.rank == owner:
-            state = self._optimizer.state.get(slot.param, {})
-            if owner == 0:
-                if state:
-                    self._found[slot.param] = state
-                return
-            file = io.BytesIO()
-            torch.save(state, file)
-            data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-            self._send(torch.tensor([data.numel()], device="cpu"))
-            self._send(data)
-        elif group.rank == 0:
-            size = self._receive(torch.zeros(1, dtype=torch.int64, device="cpu"), owner)
-            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            file = io.BytesIO(self._receive(data, owner).numpy().tobytes())
-            state = torch.load(file, map_location="cpu", weights_only=False)
-            if state:
-                self._found[slot.param] = state
-
-    def _send(self, tensor: Tensor) -> None:
-        interruptible_wait(dist.isend(tensor, group=self._group.control_group, group_dst=0))
-
-    def _receive(self, tensor: Tensor, source: int) -> Tensor:
-        group = self._group.control_group
-        interruptible_wait(dist.irecv(tensor, group=group, group_src=source))
-        return tensor
+        for each in theirs:
+            parameter = parameters[each.label]
+            for key, values in each.ranges.items():
+                if keys[each.label].get(key) is values.dtype:  # otherwise it is no range
+                    whole = _flat(parameter, found[parameter][key])
+                    whole[each.begin : each.begin + len(values)] = values
+    return found
 
 
-def _range_of(share: Share, state: Tensor) -> Tensor:
-    """This rank's range of ``state``, which has its shape, or the parameter's if that is all of it."""
-    if state.shape == share.slot.param.shape:
-        state = share.of(in_memory_of(share.slot.param, state))
-    return state.detach().cpu()
+def _empty(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="cpu")

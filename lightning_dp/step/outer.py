@@ -39,7 +39,7 @@ from lightning_dp.options import EngineOptions
 from lightning_dp.step.fragments import Fragments
 from lightning_dp.step.outer_checks import LR, MOMENTUM
 from lightning_dp.step.outer_meeting import Anchor, Meeting, Round
-from lightning_dp.step.outer_state import gather, to_cpu, weighted_mean
+from lightning_dp.step.outer_state import to_cpu, weighted_mean
 
 log = logging.getLogger(__name__)
 
@@ -286,7 +286,8 @@ class Outer:
             entry["meeting"] = {"fragment": meeting.fragment, "left": meeting.left, "means": means}
         if self._window.is_local and not alone:
             own = {key: checkpoint[key] for key in by_rank if key in checkpoint and group.rank}
-            entry["ranks"] = gather({"own": own, **self._local_state()}, group)
+            mine = {"own": own, **self._local_state()}
+            entry["ranks"] = group.gather_object(mine, "what each rank saves")
         checkpoint.setdefault("lean_ddp", {})["outer"] = entry
 
     def _local_state(self) -> dict[str, Any]:

@@ -6,10 +6,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from lightning_dp.engine.group import ReplicaGroup
 
 
 def to_cpu(value: Any) -> Any:
@@ -21,17 +18,6 @@ def to_cpu(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(to_cpu(item) for item in value)
     return value
-
-
-def gather(value: Any, group: ReplicaGroup) -> list[Any]:
-    """Return every rank's picklable ``value`` on rank 0, by rank, tensors on the CPU; nothing elsewhere.
-
-    Collective: every rank. Blocks.
-    """
-    parts = [None] * group.world_size if group.rank == 0 else None
-    with group.waiting("what each rank saves"):
-        dist.gather_object(to_cpu(value), parts, group=group.control_group, group_dst=0)
-    return parts or []
 
 
 def take_own(checkpoint: MutableMapping[str, Any], rank: int, world_size: int) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.engine.reduction.reducer import Reducer
-from lightning_dp.engine.reduction.window import AccumulationWindow
 
 
 def window_state(reducer: Reducer) -> dict[str, Any]:
@@ -21,18 +20,15 @@ def window_state(reducer: Reducer) -> dict[str, Any]:
     Collective: every rank, between two micro-batches of one window. Blocks. Sends as many bytes as the
     gradients have, once more, and holds one parameter's sum at a time.
     """
-    group = reducer.group
-    window = reducer.window
+    group, window, slots = reducer.group, reducer.window, reducer.registry.slots
     grads: dict[str, Tensor] = {}
-    slots = reducer.registry.slots
     used = torch.tensor([float(slot.param.grad is not None) for slot in slots] or [0.0])
     numbers = torch.tensor(
         [window.weight, float(window.micro_batches), float(window.loss)], dtype=torch.float64
     )
     used, numbers = used.to(group.device), numbers.to(group.device)
-    if group.world_size > 1:
-        dist.all_reduce(used, group=group.process_group)
-        dist.all_reduce(numbers, group=group.process_group)
+    for each in (used, numbers):
+        group.all_reduce(each, dist.ReduceOp.SUM)
     for slot, users in zip(slots, used.tolist(), strict=True):
         if users == 0:
             continue
@@ -40,9 +36,8 @@ def window_state(reducer: Reducer) -> dict[str, Any]:
         if slot.param.grad is not None:
             grad = slot.param.grad
             total.copy_(grad.to_dense() if grad.is_sparse else grad)
-        if group.world_size > 1:
-            wire = torch.view_as_real(total) if total.is_complex() else total
-            dist.all_reduce(wire, group=group.process_group)
+        real = torch.view_as_real(total) if total.is_complex() else total
+        group.all_reduce(real, dist.ReduceOp.SUM)
         if group.rank == 0:
             grads[slot.name] = total.cpu()
     weight, micro_batches, loss = numbers.tolist()
@@ -70,7 +65,7 @@ def load_window_state(reducer: Reducer, state: Mapping[str, Any], divisor: int) 
 
     Local; every rank calls it.
     """
-    window: AccumulationWindow = reducer.window
+    window = reducer.window
     window.reset()
     window.weighted = bool(state["weighted"])
     window.divisor = divisor

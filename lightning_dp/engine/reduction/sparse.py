@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.engine.bucket import Slot
@@ -32,9 +31,7 @@ def reduce_sparse(slots: Sequence[Slot], group: ReplicaGroup) -> None:
         dtype=torch.int64,
         device=group.device,
     )
-    gathered = [torch.empty_like(sizes) for _ in range(group.world_size)]
-    dist.all_gather(gathered, sizes, group=group.process_group)
-    rows = torch.cat(gathered).tolist()  # [rank][slot]
+    rows = torch.cat(group.all_gather(sizes)).tolist()  # [rank][slot]
     for position, (slot, grad) in enumerate(zip(slots, local, strict=True)):
         counts = [row[position] for row in rows]
         if all(count < 0 for count in counts):
@@ -63,10 +60,7 @@ def _gather_rows(
     if grad is not None:
         index[: counts[group.rank]] = grad.indices()[0]
         value[: counts[group.rank]] = grad.values()
-    indices = [torch.empty_like(index) for _ in counts]
-    values = [torch.empty_like(value) for _ in counts]
-    dist.all_gather(indices, index, group=group.process_group)
-    dist.all_gather(values, value, group=group.process_group)
+    indices, values = group.all_gather(index), group.all_gather(value)
     index = torch.cat([each[:n] for each, n in zip(indices, counts, strict=True)])
     value = torch.cat([each[:n] for each, n in zip(values, counts, strict=True)])
     total = torch.sparse_coo_tensor(

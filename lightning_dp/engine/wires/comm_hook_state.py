@@ -58,7 +58,10 @@ def hook_state(state: object, layout: Layout, group: ReplicaGroup) -> dict[str, 
     if not plain and not own:
         return None
     gathered = {
-        name: {index: _gather(value, group) for index, value in sorted(table.items())}
+        name: {
+            index: group.gather_object(error.detach().cpu().clone(), "what a hook keeps")
+            for index, error in sorted(table.items())
+        }
         for name, table in own.items()
         if isinstance(table, dict)
     }
@@ -171,12 +174,3 @@ def _restored(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {key: _restored(item, device) for key, item in value.items()}
     return value
-
-
-def _gather(tensor: Tensor, group: ReplicaGroup) -> list[Tensor]:
-    """Return all ranks' ``tensor`` on rank 0's CPU, by rank; nothing elsewhere."""
-    if group.world_size == 1:
-        return [tensor.detach().cpu().clone()]
-    parts = [torch.empty_like(tensor) for _ in range(group.world_size)] if group.rank == 0 else None
-    dist.gather(tensor.detach(), parts, group=group.process_group, group_dst=0)
-    return [part.cpu() for part in parts] if parts is not None else []
