@@ -134,7 +134,7 @@ class BucketGather:
         for rank in range(self._group.world_size):
             owned = [self._shares.of_rank(self.bucket, n, rank) for n in self._divided]
             numel = sum(_real(share.of(share.slot.param.data)).numel() for share in owned)
-            part = torch.empty(numel, dtype=_real_dtype(self._dtype), device=self._group.device)
+            part = torch.empty(numel, dtype=self._dtype.to_real(), device=self._group.device)
             self._parts.append(part)
             if not numel:
                 continue
@@ -190,7 +190,3 @@ class BucketGather:
 
 def _real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).flatten() if flat.is_complex() else flat
-
-
-def _real_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype

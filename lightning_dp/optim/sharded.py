@@ -143,11 +143,6 @@ class ShardedOptimizer:
         states.put(self.optimizer, state)
         self._is_cut, self._is_loaded = False, True
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of state that this rank holds."""
-        return states.state_bytes(self.optimizer)
-
     # Around a step ([Note: inside the step])
 
     def _before(

@@ -36,34 +36,27 @@ class Entry:
     described: Mapping[str, Any] | None
 
 
+@dataclass(frozen=True)
 class Stored:
     """A tensor of a state that is still on disk.
 
-    Args:
+    Attributes:
         folder: Where.
         label: Its name there.
         dtype: Its type.
         shape: As its parameter had, with ``strides``.
     """
 
-    def __init__(
-        self,
-        folder: Reads,
-        label: str,
-        dtype: torch.dtype,
-        shape: torch.Size,
-        strides: tuple[int, ...],
-    ) -> None:
-        self._folder = folder
-        self._label = label
-        self._dtype = dtype
-        self._shape = shape
-        self.strides = strides
+    folder: Reads
+    label: str
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
 
     def part(self, begin: int, end: int) -> Tensor:
         """Read a range of its memory, flat. Local."""
-        return self._folder.values(self._label, self._dtype, begin, end)
+        return self.folder.values(self.label, self.dtype, begin, end)
 
     def whole(self) -> Tensor:
         """Read all of it. Local."""
-        return self.part(0, self._shape.numel()).as_strided(self._shape, self.strides)
+        return self.part(0, self.shape.numel()).as_strided(self.shape, self.strides)

@@ -45,30 +45,22 @@ class Round:
         self.steps += 1
 
 
+@dataclass
 class Meeting:
     """The changes of one fragment, from when they are sent until they are applied.
 
-    Args:
+    Attributes:
         fragment: Its number.
         left: Local steps until they are applied.
         partitions: The numbers of its parameters.
         means: Mean changes by name, if they have arrived.
-
-    Attributes: as the arguments.
     """
 
-    def __init__(
-        self,
-        fragment: int,
-        left: int,
-        partitions: frozenset[int] | None,
-        means: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        self.fragment = fragment
-        self.left = left
-        self.partitions = partitions
-        self.means = means
-        self._slots: Sequence[Slot] = ()
+    fragment: int
+    left: int
+    partitions: frozenset[int] | None
+    means: Mapping[str, Tensor] | None = None
+    _slots: Sequence[Slot] = ()
 
     @torch.no_grad()
     def send(

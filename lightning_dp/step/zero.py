@@ -251,11 +251,6 @@ class ZeroState:
         gather = self._gather
         return gather.waiting_for if isinstance(gather, ForwardGather) else None
 
-    @property
-    def is_active(self) -> bool:
-        """Whether some optimizer's state is in shares."""
-        return bool(self._sharded)
-
     def put_back(self) -> None:
         """After a step that raised, give parameters and gradients back. Local, idempotent."""
         for each in self._sharded.values():

@@ -69,7 +69,14 @@ def agree(profile: Profile, group: ReplicaGroup, names: Sequence[str]) -> Agreem
     Collective: every rank, when any rank has a trainable parameter without a bucket. Blocks.
     """
     profiles: list[Profile] = group.all_gather_object(profile)
-    raise_remote_errors([each.error for each in profiles], group.rank)
+    for rank, other in enumerate(profiles):
+        if other.error is not None and profile.error is None:
+            raise RankFailedError(
+                f"[rank {group.rank}] rank {rank} failed in its backward: {other.error}. This rank stops"
+                " with it: a step without one rank's gradients would be another step.",
+                rank=rank,
+                remote_traceback=other.error,
+            )
     for rank, other in enumerate(profiles):
         if other.trainable != profiles[0].trainable:
             difference = sorted(set(other.trainable) ^ set(profiles[0].trainable))
@@ -97,19 +104,3 @@ def agree(profile: Profile, group: ReplicaGroup, names: Sequence[str]) -> Agreem
         sparse=frozenset().union(*(each.sparse for each in profiles)),
         unseen=frozenset(unseen),
     )
-
-
-def raise_remote_errors(errors: Sequence[str | None], rank: int) -> None:
-    """Raise on every rank but the failing one itself if any rank reported an error.
-
-    Raises:
-        RankFailedError: Names the first rank that failed and what it said.
-    """
-    for other, error in enumerate(errors):
-        if error is not None and errors[rank] is None:
-            raise RankFailedError(
-                f"[rank {rank}] rank {other} failed in its backward: {error}. This rank stops with it:"
-                " a step without one rank's gradients would be another step.",
-                rank=other,
-                remote_traceback=error,
-            )

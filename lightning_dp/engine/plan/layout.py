@@ -39,8 +39,7 @@ class LayoutOptions:
 
     def wire_dtype(self, slot: Slot) -> torch.dtype:
         """The type in which the slot's gradient travels."""
-        dtype = slot.param.dtype
-        real = dtype.to_real() if dtype.is_complex else dtype
+        real = slot.param.dtype.to_real()
         # reduce_dtype is for single and half precision: a double keeps its digits.
         if self.reduce_dtype is None or real == torch.float64:
             return real
@@ -83,8 +82,8 @@ class Layout:
         That is what has a trainable parameter, or had one in earlier micro-batches of the window
         (``passed``). A GAN's untouched half stays at home.
         """
-        buckets = {b.index: b.slots for b in self.buckets}
-        places = {**buckets, **{~slot.index: [slot] for slot in self.sparse}}
+        places = {b.index: b.slots for b in self.buckets}
+        places |= {~slot.index: [slot] for slot in self.sparse}
         return frozenset(
             number
             for number, slots in places.items()
@@ -105,14 +104,13 @@ class Layout:
                 continue
             specs.append(self.spec(slot))
         cap, first, last = self._caps()
-        early = [spec for spec in specs if not slots[spec.index].deferred]
-        late = [spec for spec in specs if slots[spec.index].deferred]
         planned = self._again(specs, slots)
         done = {number for numbers in planned for number in numbers}
-        early = [spec for spec in early if spec.index not in done]
-        late = [spec for spec in late if spec.index not in done]
+        rest = [spec for spec in specs if spec.index not in done]
+        early = [spec for spec in rest if not slots[spec.index].deferred]
+        late = [spec for spec in rest if slots[spec.index].deferred]
         planned += plan_buckets(early, cap, first, last) + plan_buckets(late, cap, cap, cap)
-        self.forgotten = bool(self.remembered and (early or late))
+        self.forgotten = bool(self.remembered and rest)
         new = self._make(planned, slots, len(self.buckets))
         self.buckets.extend(new)
         return new

@@ -28,8 +28,6 @@ from lightning_dp.engine.waiting import interruptible_wait
 from lightning_dp.errors import ReplicaMismatchError, some_names
 
 _LIVE_BITS = 24
-_WEIGHT, _ON_DEVICE, _NEW, _STOP = range(4)
-_SIGNS = 4  # where signs begin
 
 
 class Opening:
@@ -43,8 +41,19 @@ class Opening:
         new: Whether this rank has a trainable parameter without a bucket.
         stop: Whether this rank asks to stop.
 
+    Attributes: known when it was waited for.
+        differs: Whether ranks are at other steps or would send other buckets.
+        mean_weight: The ranks' mean of their sums of weights; ``None`` if some rank's is on its device.
+        new: Whether some rank has a trainable parameter without a bucket.
+        stop: Whether some rank asks to stop.
+
     Collective: every rank. Does not block.
     """
+
+    differs: bool
+    mean_weight: float | None
+    new: bool
+    stop: bool
 
     def __init__(
         self,
@@ -64,44 +73,24 @@ class Opening:
         self._values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self._world_size = group.world_size
         self._work: Any = dist.all_reduce(self._values, group=group.control_group, async_op=True)
-        self._means: list[float] | None = None
+        self._is_read = False
 
     def is_completed(self) -> bool:
         """Whether all ranks have opened. Does not block."""
-        if self._means is None and self._work.is_completed():
+        if not self._is_read and self._work.is_completed():
             self.wait()
-        return self._means is not None
+        return self._is_read
 
     def wait(self) -> None:
         """Return when all ranks have opened. Collective: completes it. Blocks; can be interrupted."""
-        if self._means is None:
-            interruptible_wait(self._work)
-            self._means = (self._values / self._world_size).tolist()
-
-    @property
-    def differs(self) -> bool:
-        """Whether ranks are at other steps or would send other buckets."""
-        return any(abs(sign) < 1 - 1e-9 for sign in self._read()[_SIGNS:])
-
-    @property
-    def mean_weight(self) -> float | None:
-        """The ranks' mean of their sums of weights; ``None`` if some rank's is on its device."""
-        means = self._read()
-        return None if means[_ON_DEVICE] > 0 else means[_WEIGHT]
-
-    @property
-    def new(self) -> bool:
-        """Whether some rank has a trainable parameter without a bucket."""
-        return self._read()[_NEW] > 0
-
-    @property
-    def stop(self) -> bool:
-        """Whether some rank asks to stop."""
-        return self._read()[_STOP] > 0
-
-    def _read(self) -> list[float]:
-        assert self._means is not None
-        return self._means
+        if self._is_read:
+            return
+        interruptible_wait(self._work)
+        weight, on_device, new, stop, *signs = (self._values / self._world_size).tolist()
+        self.differs = any(abs(sign) < 1 - 1e-9 for sign in signs)
+        self.mean_weight = None if on_device > 0 else weight
+        self.new, self.stop = new > 0, stop > 0
+        self._is_read = True
 
 
 def raise_mismatch(group: ReplicaGroup, step: int, frozen: Sequence[str]) -> None:

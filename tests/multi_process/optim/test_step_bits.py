@@ -19,6 +19,7 @@ from lightning_dp.optim.gather import ParameterGather
 from lightning_dp.optim.kinds import Sharding, judge, of_parameter
 from lightning_dp.optim.sharded import ShardedOptimizer
 from lightning_dp.optim.shares import Shares
+from lightning_dp.optim.state import state_bytes
 from tests.support.parity import Harness, as_bytes, assert_equal_on_all_ranks, make_group, seeded
 from tests.support.ranks import both_worlds, run_ranks
 
@@ -135,7 +136,7 @@ def train(
             harness.backward(loss)
             optimizer.step()
         if sharded:
-            held = sharded[0].state_bytes
+            held = state_bytes(sharded[0].optimizer)
             whole = sharded[0].state_dict(group)
             sharded[0].close()
         else:

@@ -222,7 +222,7 @@ def _chooses(
     module = Chooses()
     fit(module, rank, world, port, strategy)
     assert_equal_on_all_ranks(dict(module.named_parameters()))
-    return strategy._engine.zero.is_active, list(lines)
+    return bool(strategy._engine.zero._sharded), list(lines)
 
 
 def _misfits(rank: int, world: int, port: int) -> None:
