@@ -1,6 +1,8 @@
-"""How large buckets are where the user leaves it open."""
+"""How buckets are cut: of what type, and how large where the user leaves it open."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
@@ -28,10 +30,13 @@ def layout_options(
     # in another order: ``Trainer(deterministic=True)`` keeps the default too.
     # With ``zero`` the optimizer's state is cut as the buckets are, and must not be cut again.
     measurable = auto and device.type == "cpu" and not shared and slicing == UNCUT
+    wire = options.wire["dtype"] if isinstance(options.wire, Mapping) else options.wire
     return LayoutOptions(
         cap_bytes=cap,
         first_bytes=min(cap, MIB),
         last_bytes=min(cap, MIB),
+        reduce_dtype=torch.float32 if wire == "fp32" else None,
+        advise=wire == "auto",
         tune=measurable and not torch.are_deterministic_algorithms_enabled(),
         slicing=slicing,
     )

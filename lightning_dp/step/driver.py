@@ -30,6 +30,7 @@ from lightning_dp.internals.autograd import split_compiled_graphs
 from lightning_dp.internals.lightning import pl
 from lightning_dp.options import EngineOptions
 from lightning_dp.step.accumulation import WindowKeeper
+from lightning_dp.step.bucket_size import layout_options
 from lightning_dp.step.fragments import Fragments
 from lightning_dp.step.hook_choice import HookChoice
 from lightning_dp.step.losses import LossWeights
@@ -152,7 +153,7 @@ class StepDriver:
             group,
             self.window,
             wire,
-            self.wire.layout_options(group.device, shared=shared, slicing=slicing),
+            layout_options(options, group.device, shared=shared, slicing=slicing),
             partition_of=self.fragments.partition,
             sliced=self.zero.sliced,
             deferred=options.deferred,

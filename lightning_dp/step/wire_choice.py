@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_dp.engine.bucket import UNCUT, Slicing
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.plan.layout import LayoutOptions
 from lightning_dp.engine.reduction.failure import Supervision
 from lightning_dp.engine.wires.codec import Codec, Half, Int8
 from lightning_dp.engine.wires.shard import ShardWire
@@ -20,7 +17,6 @@ from lightning_dp.engine.wires.shared_memory import SharedMemoryWire
 from lightning_dp.engine.wires.wire import Wire
 from lightning_dp.errors import ConfigError
 from lightning_dp.options import EngineOptions
-from lightning_dp.step.bucket_size import layout_options
 from lightning_dp.step.hook_choice import HookChoice
 
 if TYPE_CHECKING:
@@ -64,16 +60,6 @@ class WireChoice:
                 f"wire={name!r} and ddp_comm_hook both say what gradients travel as. Drop one of them;"
                 " wire='bf16' is torch's bf16_compress_hook with sums in fp32."
             )
-
-    def layout_options(
-        self, device: torch.device, *, shared: bool, slicing: Slicing = UNCUT
-    ) -> LayoutOptions:
-        """How to cut buckets on ``device``; ``shared``: they travel through shared memory."""
-        return replace(
-            layout_options(self._options, device, shared=shared, slicing=slicing),
-            reduce_dtype=torch.float32 if self._asked == "fp32" else None,
-            advise=self._asked == "auto",
-        )
 
     def connect(
         self,
