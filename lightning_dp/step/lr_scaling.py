@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from functools import partial, wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,6 +27,7 @@ from lightning_dp.errors import ConfigError
 from lightning_dp.internals.lightning import Callback
 from lightning_dp.internals.patch import patched
 from lightning_dp.internals.trainer import rank_batch_size
+from lightning_dp.options import check
 
 if TYPE_CHECKING:
     from lightning_dp.internals.lightning import pl
@@ -35,17 +36,6 @@ log = logging.getLogger(__name__)
 
 Rule = Literal["linear", "sqrt", "none"]
 WARMUP_EPOCHS = 5.0
-
-
-def target(rule: str, batch: float, base_batch: float) -> float:
-    """By what the learning rate is multiplied after the warm-up."""
-    ratio = batch / base_batch
-    return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]
-
-
-def warmed(full: float, done: float) -> float:
-    """The factor when the share ``done`` of the warm-up is over; a smaller rate needs none."""
-    return 1 + (full - 1) * min(1.0, done) if full > 1 else full
 
 
 class ScaledSteps:
@@ -145,34 +135,23 @@ class LRScaling(Callback):
         self,
         rule: Rule = "linear",
         base_batch: int = 256,
-        warmup_epochs: float | None = None,
-        warmup_steps: int | None = None,
+        warmup_epochs: float | Literal[0] | None = None,
+        warmup_steps: int | Literal[0] | None = None,
         batch: int | None = None,
     ) -> None:
-        if rule not in get_args(Rule):
-            raise ConfigError(
-                f"lr_scaling.rule={rule!r} is not possible; it must be linear, sqrt or none."
-            )
-        for name, value, least in (
-            ("base_batch", base_batch, 1),
-            ("batch", batch, 1),
-            ("warmup_epochs", warmup_epochs, 0),
-            ("warmup_steps", warmup_steps, 0),
-        ):
-            if value is not None and not least <= value < float("inf"):
-                raise ConfigError(
-                    f"lr_scaling.{name}={value!r} is not possible; it must be {least} or more."
-                )
-        if warmup_epochs is not None and warmup_steps is not None:
-            raise ConfigError(
-                f"lr_scaling.warmup_epochs={warmup_epochs} and warmup_steps={warmup_steps} are two lengths"
-                " of one warm-up. Set one of them to null."
-            )
         self.rule = rule
         self.base_batch = base_batch
         self.warmup_epochs = warmup_epochs
         self.warmup_steps = warmup_steps
         self.batch = batch
+        hints = get_type_hints(LRScaling.__init__)
+        for name in ("rule", "base_batch", "warmup_epochs", "warmup_steps", "batch"):
+            check(f"lr_scaling.{name}", getattr(self, name), hints[name])
+        if warmup_epochs is not None and warmup_steps is not None:
+            raise ConfigError(
+                f"lr_scaling.warmup_epochs={warmup_epochs} and warmup_steps={warmup_steps} are two lengths"
+                " of one warm-up. Set one of them to null."
+            )
         self._trainer: pl.Trainer | None = None
         self._steps: list[ScaledSteps] = []
         self._done: list[float] = []  # share of the warm-up, by optimizer
@@ -213,7 +192,8 @@ class LRScaling(Callback):
     @property
     def target(self) -> float:
         """The factor after the warm-up."""
-        return target(self.rule, self.global_batch, self.base_batch)
+        ratio = self.global_batch / self.base_batch
+        return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.rule]
 
     @property
     def warmup_updates(self) -> float:
@@ -238,7 +218,8 @@ class LRScaling(Callback):
 
     def factor(self, optimizer: int = 0) -> float:
         """By what the next update of an optimizer multiplies its learning rates."""
-        return warmed(self.target, self._done[optimizer] if self.warmup_updates else 1.0)
+        full, done = self.target, self._done[optimizer] if self.warmup_updates else 1.0
+        return 1 + (full - 1) * min(1.0, done) if full > 1 else full  # a smaller rate needs none
 
     def _count(self, optimizer: int) -> None:
         if self.warmup_updates:

@@ -255,7 +255,7 @@ def test_ranks_that_step_alone_have_their_own_batch():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"rule": "cubic"}, "linear, sqrt or none"),
+        ({"rule": "cubic"}, "'linear' or 'sqrt' or 'none'"),
         ({"base_batch": 0}, "base_batch=0"),
         ({"warmup_epochs": -1}, "warmup_epochs=-1"),
         ({"warmup_epochs": float("nan")}, "warmup_epochs=nan"),
