@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dp.engine.waiting import interruptible_wait
+from lightning_dp.errors import ConfigError
 from lightning_dp.internals.autograd import wide_gloo
 
 Waiting = Callable[[str], AbstractContextManager[None]]
@@ -179,12 +180,25 @@ class ReplicaGroup:
         interruptible_wait(dist.all_gather(parts, tensor, group=self.control_group, async_op=True))
         return parts
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Return rank ``source``'s ``value`` on every rank.
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's ``value`` on every rank.
 
         Collective: every rank, same order. Blocks; the wait can be interrupted.
         """
-        return self.all_gather_object(value if self.rank == source else None)[source]
+        return self.all_gather_object(value if self.rank == 0 else None)[0]
+
+    def refuse_difference(self, option: str, value: object) -> None:
+        """Raise if ranks were given different values of an option.
+
+        Raises:
+            ConfigError: Names the values by rank.
+
+        Collective: every rank, same order. Blocks; the wait can be interrupted.
+        """
+        values = self.all_gather_object(repr(value))
+        if len(set(values)) > 1:
+            by_rank = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(values))
+            raise ConfigError(f"ranks differ in {option}: {by_rank}. Pass the same to all.")
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite ``tensor`` with rank ``source``'s, in place.

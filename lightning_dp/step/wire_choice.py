@@ -79,14 +79,9 @@ class WireChoice:
 
         Collective: every rank. Blocks.
         """
-        asked = group.all_gather_object(
-            (self._asked, self._min_bytes, self.codec and self.codec.block)
-        )
-        if len(set(asked)) > 1:
-            by_rank = ", ".join(f"rank {rank} {dtype!r}" for rank, (dtype, *_) in enumerate(asked))
-            raise ConfigError(
-                f"ranks differ in wire, or in its block or min_bytes: {by_rank}. Pass the same to all."
-            )
+        block = self.codec and self.codec.block
+        asked = {"dtype": self._asked, "block": block, "min_bytes": self._min_bytes}
+        group.refuse_difference("wire", asked)
         wire: Wire | None = self._hook.wire(group, trainer)
         if wire is not None:
             return wire

@@ -87,10 +87,7 @@ class ZeroState:
         self._verdicts = []
         self._group, self._is_open, self._trainer = group, True, trainer
         self.own_gradients = False
-        asked = group.all_gather_object(repr(self._option))
-        if len(set(asked)) > 1:
-            by_rank = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(asked))
-            raise ConfigError(f"ranks differ in zero: {by_rank}. Pass the same to all.")
+        group.refuse_difference("zero", self._option)
         for each in optimizers:
             make_whole(each, group)
             if not self._masters and isinstance(each, Optimizer):

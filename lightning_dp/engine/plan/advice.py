@@ -78,9 +78,9 @@ def gains(
     return found
 
 
-def coding_s_per_byte(codec: Codec, ranks: int, nbytes: int = MIB) -> float:
-    """Time what a rank does for one bucket of ``nbytes`` of fp32; the best of three. Local."""
-    n = -(-nbytes // 4 // ranks // codec.block) * codec.block
+def coding_s_per_byte(codec: Codec, ranks: int) -> float:
+    """Time what a rank does for one bucket of a MiB of fp32; the best of three. Local."""
+    n = -(-MIB // 4 // ranks // codec.block) * codec.block
     values = torch.full((ranks, n), 0.5, device="cpu")
     rows = torch.zeros_like(codec.message(ranks, n), device="cpu")
 

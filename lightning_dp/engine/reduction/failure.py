@@ -26,7 +26,6 @@ the watchdog.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from lightning_dp.engine.bucket import Slot
 from lightning_dp.engine.control import Control
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.layout import Layout
+from lightning_dp.engine.waiting import poll_until
 from lightning_dp.errors import LateGradientError, RankFailedError, some_names
 
 GIVE_UP_S = 5.0
@@ -67,14 +67,8 @@ class Supervision:
 
 def bounded_wait(works: Sequence[Any]) -> bool:
     """Wait until all collectives are done, ``GIVE_UP_S`` at most; return whether they are. Never raises."""
-    deadline = time.monotonic() + GIVE_UP_S
-    for work in works:
-        done = getattr(work, "is_completed", lambda: True)
-        while not done():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)
-    return True
+    looks = [getattr(work, "is_completed", lambda: True) for work in works]
+    return poll_until(lambda: all(look() for look in looks), GIVE_UP_S)
 
 
 def raise_if_failed(means: Sequence[float], rank: int, world_size: int, what: str) -> None:
