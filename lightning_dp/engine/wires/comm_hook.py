@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.wires.comm_hook_state import BY_BUCKET, forget
+from lightning_dp.engine.wires.comm_hook_state import by_bucket, forget
 from lightning_dp.engine.wires.wire import Done, InFlight, Wire
 from lightning_dp.errors import ConfigError
 
@@ -170,11 +170,7 @@ class CommHookWire(Wire):
         return Done()
 
     def _forget_what_is_not_finite(self, bucket: Bucket) -> None:
-        memories = [
-            memory
-            for name in BY_BUCKET
-            if isinstance(memory := getattr(self.state, name, None), dict)
-        ]
+        memories = by_bucket(self.state)
         # The error is each rank's own; the gradient is not finite on any rank if it is on one, and
         # factors are forgotten together, so that all ranks draw the same new ones.
         if memories and not bool(torch.isfinite(bucket.grads).all()):

@@ -102,7 +102,7 @@ def load_hook_state(state: object, saved: Mapping[str, Any], group: ReplicaGroup
                 f"the checkpoint holds {name} of {saved['world_size']} rank(s) and this run has"
                 f" {group.world_size}: it begins empty"
             )
-    changed = [n for n, value in saved["settings"].items() if _attribute(state, n) != value]
+    changed = [n for n, value in saved["settings"].items() if getattr(state, n, ...) != value]
     if changed:
         told = f"{', '.join(changed)} changed: what it kept of each bucket begins empty"
         own = {name: {} for name in own}
@@ -112,18 +112,22 @@ def load_hook_state(state: object, saved: Mapping[str, Any], group: ReplicaGroup
         return told
     for name, value in {**common, **own}.items():
         if name == "rng":
-            _attribute(state, name).set_state(_numpy_state(value))
-        elif _attribute(state, name) is not ...:
+            getattr(state, name).set_state(_numpy_state(value))
+        elif hasattr(state, name):
             setattr(state, name, value)
     return told
 
 
+def by_bucket(state: object) -> list[dict[int, Any]]:
+    """What PowerSGD keeps by a bucket's number."""
+    found = (getattr(state, name, None) for name in BY_BUCKET)
+    return [table for table in found if isinstance(table, dict)]
+
+
 def forget(state: object) -> None:
     """Drop what PowerSGD keeps of buckets that no longer exist; it begins anew."""
-    for name in BY_BUCKET:
-        table = getattr(state, name, None)
-        if isinstance(table, dict):
-            table.clear()
+    for table in by_bucket(state):
+        table.clear()
 
 
 def _attributes(state: object) -> dict[str, Any]:
@@ -132,11 +136,7 @@ def _attributes(state: object) -> dict[str, Any]:
     if hasattr(state, "state_dict"):
         return dict(state.state_dict())
     names = [*getattr(type(state), "__slots__", ()), *getattr(state, "__dict__", ())]
-    return {name: value for name in names if (value := _attribute(state, name)) is not ...}
-
-
-def _attribute(state: object, name: str) -> Any:
-    return getattr(state, name, ...)
+    return {name: value for name in names if (value := getattr(state, name, ...)) is not ...}
 
 
 def _plain(value: Any) -> Any:
