@@ -6,8 +6,9 @@ tensors are. Where an optimizer needs whole tensors, each has an owner.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -59,47 +60,38 @@ def slice_share(bucket: Bucket, position: int, rank: int) -> Share:
     return Share(slot, begin, end)
 
 
+@dataclass(eq=False)
 class Shares:
     """Every rank's share of the parameters that have a bucket; follows the layout as it grows.
 
-    Args:
+    Attributes:
         layout: The buckets.
         rank: This rank.
         world_size: How many there are.
         sharding_of: How the work on a slot's parameter is divided.
         slots: Yields all slots: one rank alone has no buckets, and updates all of every parameter.
-
-    Attributes:
         buckets: Those that were taken in, also after the layout has let go of them.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        world_size: int,
-        sharding_of: Callable[[Slot], Sharding],
-        slots: Callable[[], Sequence[Slot]] = tuple,
-    ) -> None:
-        self._layout = layout
-        self.rank = rank
-        self.world_size = world_size
-        self._sharding_of = sharding_of
-        self._slots = slots
-        self._mine: dict[int, Share] = {}  # by id of the parameter
-        self._owners: dict[int, int] = {}  # of whole tensors, by slot number
-        self._owned = [0] * world_size  # bytes by rank
-        self.buckets: list[Bucket] = []
+    layout: Layout
+    rank: int
+    world_size: int
+    sharding_of: Callable[[Slot], Sharding]
+    slots: Callable[[], Sequence[Slot]] = tuple
+    buckets: list[Bucket] = field(default_factory=list)
+    _mine: dict[int, Share] = field(default_factory=dict)  # by id of the parameter
+    _owners: dict[int, int] = field(default_factory=dict)  # of whole tensors, by slot number
+    _owned: Counter[int] = field(default_factory=Counter)  # bytes by rank
 
     def follow_layout(self) -> bool:
         """Take in buckets that were made since; return whether there are any."""
         if self.world_size == 1:
             return self._follow_slots()
-        new = self._layout.buckets[len(self.buckets) :]
+        new = self.layout.buckets[len(self.buckets) :]
         self.buckets += new
         for bucket in new:
             for position, slot in enumerate(bucket.slots):
-                sharding = self._sharding_of(slot)
+                sharding = self.sharding_of(slot)
                 if slot.param.numel() == 0 or sharding is Sharding.REPLICATED:
                     continue
                 if sharding is Sharding.TENSORS:
@@ -109,15 +101,15 @@ class Shares:
 
     def _follow_slots(self) -> bool:
         before = len(self._mine)
-        for slot in self._slots():
+        for slot in self.slots():
             new = id(slot.param) not in self._mine and slot.param.numel() > 0
-            if new and self._sharding_of(slot) is not Sharding.REPLICATED:
+            if new and self.sharding_of(slot) is not Sharding.REPLICATED:
                 self._mine[id(slot.param)] = Share(slot, 0, slot.param.numel())
         return len(self._mine) > before
 
     def _give_owner(self, slot: Slot) -> None:
         """Give the tensor to the rank that owns least so far, the lower one of two."""
-        owner = self._owned.index(min(self._owned))
+        owner = min(range(self.world_size), key=self._owned.__getitem__)
         self._owned[owner] += slot.param.numel() * slot.param.itemsize
         self._owners[slot.index] = owner
 

@@ -68,17 +68,10 @@ class StepDriver:
         self.wire = WireChoice(options, self.hook)
         self.rounds = Rounds(options, hook=self.hook.given)
         self.timeout = timeout
-        self.window = AccumulationWindow()
+        self.window = AccumulationWindow(by_default=False)
         self.windows = WindowKeeper(self.window, options.incomplete_window, options.mid_window)
-        self.group: ReplicaGroup | None = None
-        self.reducer: Reducer | None = None
-        self.keeper: BufferKeeper | None = None
-        self.optimizers = OptimizerGroups(())
-        self.fragments = Fragments(1, self.optimizers, {})
         self.zero = ZeroState(options)
-        self.trainer: pl.Trainer | None = None
-        self._module: pl.LightningModule | None = None
-        self.losses: LossWeights | None = None
+        self._let_go()
         self.host_reads_are_free: bool | None = None  # for tests: False runs an accelerator's logic
         self.reduces_alone = False  # for tests and benchmarks: a world of one reduces as well
         self._averaged = False
@@ -89,6 +82,17 @@ class StepDriver:
         self._trained = False  # a batch has begun since set-up
 
     # Life time
+
+    def _let_go(self) -> None:
+        """Hold nothing of a fit."""
+        self.group: ReplicaGroup | None = None
+        self.reducer: Reducer | None = None
+        self.keeper: BufferKeeper | None = None
+        self.losses: LossWeights | None = None
+        self.trainer: pl.Trainer | None = None
+        self._module: pl.LightningModule | None = None
+        self.optimizers = OptimizerGroups(())
+        self.fragments = Fragments(1, self.optimizers, {})
 
     def open(
         self, module: pl.LightningModule, device: torch.device, supervision: Supervision
@@ -125,7 +129,6 @@ class StepDriver:
         self.reducer = self._make_reducer(optimizers, trainer)
         with self._supervision.connecting():
             self.zero.attach(self.reducer, self.timeout)
-        self.window.reduce_by_default(False)
         self.rounds.connect(trainer, self.reducer, self.keeper, self.fragments)
         self.hook.restore(self.reducer)
         self._averaged = trainer_seams.averages_weights(trainer)
@@ -171,12 +174,9 @@ class StepDriver:
             self.reducer.close()
         if self.group is not None:
             self.group.close()
-        self.reducer = self.keeper = self.group = self.trainer = self._module = None
-        self.losses = None
+        self._let_go()
         self.rounds.close()
         self.window.is_local = False
-        self.optimizers = OptimizerGroups(())
-        self.fragments = Fragments(1, self.optimizers, {})
         self.hook.forget()
 
     def abort(self, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -76,30 +77,26 @@ def is_on(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device.type == device.type and tensor.device.index == index
 
 
+@dataclass(eq=False)
 class Registry:
     """Slots of all parameters seen so far, in order of appearance; numbers never change.
 
-    Args:
+    Attributes:
         module: The user's module.
         device: This rank's device.
         partition_of: Tells by name and parameter which may share a bucket: those with equal numbers.
         sliced: Tells by name and parameter whether its optimizer updates slices of buckets.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        partition_of: Callable[[str, nn.Parameter], int] = lambda *_: 0,
-        sliced: Callable[[str, nn.Parameter], bool] = lambda *_: False,
-    ) -> None:
-        self.module = module
-        self.device = device
-        self.partition_of = partition_of
-        self.sliced = sliced
-        self.slots: list[Slot] = []
-        self._known: set[int] = set()
-        self._unplanned: list[Slot] = []
+    module: nn.Module
+    device: torch.device
+    partition_of: Callable[[str, nn.Parameter], int]
+    sliced: Callable[[str, nn.Parameter], bool]
+    slots: list[Slot] = field(default_factory=list)
+    _known: set[int] = field(default_factory=set)
+    _unplanned: list[Slot] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self.add_new()
 
     @property

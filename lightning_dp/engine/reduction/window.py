@@ -27,6 +27,9 @@ from lightning_dp.engine.control import Control, step_signs, write
 class AccumulationWindow:
     """Micro-batches since the last reduction, on this rank.
 
+    Args:
+        by_default: Whether a backward outside of :meth:`reducing` reduces.
+
     Attributes:
         reduces: Whether a backward that runs now ends in a reduction. Read when a gradient arrives,
             never in forward, so whatever entry point ran the forward does not matter.
@@ -46,9 +49,8 @@ class AccumulationWindow:
         is_local: Whether windows are this rank's own: no backward reduces, and each rank steps alone.
     """
 
-    def __init__(self) -> None:
-        self.reduces = True
-        self._here = True
+    def __init__(self, *, by_default: bool = True) -> None:
+        self.reduces = self._here = by_default
         self._closed = 0
         self.ends = True
         self.divisor = 1
@@ -113,11 +115,6 @@ class AccumulationWindow:
         finally:
             self._closed -= 1
             self._decide()
-
-    def reduce_by_default(self, here: bool) -> None:
-        """Say whether a backward outside of any context reduces."""
-        self._here = here
-        self._decide()
 
     @property
     def is_local(self) -> bool:
