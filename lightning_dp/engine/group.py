@@ -18,11 +18,7 @@ from lightning_dp.engine.waiting import interruptible_wait
 from lightning_dp.errors import ConfigError
 from lightning_dp.internals.autograd import wide_gloo
 
-Waiting = Callable[[str], AbstractContextManager[None]]
-
-
-def _unwatched(_: str) -> AbstractContextManager[None]:
-    return nullcontext()
+Waiting = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class ReplicaGroup:
     control_group: dist.ProcessGroup | None = None
     host_reads_are_free: bool = True
     reduces: bool = True
-    waiting: Waiting = _unwatched
+    waiting: Waiting = nullcontext
 
     @classmethod
     def create(
@@ -61,7 +57,7 @@ class ReplicaGroup:
         *,
         host_reads_are_free: bool | None = None,
         alone: bool = False,
-        waiting: Waiting = _unwatched,
+        waiting: Waiting = nullcontext,
     ) -> ReplicaGroup:
         """Make groups of its own over all ranks of the default group.
 

@@ -126,7 +126,7 @@ class StepDriver:
         """Hook the parameters; one partition of buckets per optimizer. Collective: every rank."""
         self.optimizers = OptimizerGroups(optimizers)
         self.trainer = trainer
-        self.reducer = self._make_reducer(optimizers, trainer)
+        self.reducer = self._make_reducer(trainer)
         with self._supervision.connecting():
             self.zero.attach(self.reducer, self.timeout)
         self.rounds.connect(trainer, self.reducer, self.keeper, self.fragments)
@@ -137,11 +137,11 @@ class StepDriver:
         self._trained = False
         self.losses = LossWeights(self.window, self.reducer.group)
 
-    def _make_reducer(self, optimizers: Sequence[Optimizer], trainer: pl.Trainer) -> Reducer:
+    def _make_reducer(self, trainer: pl.Trainer) -> Reducer:
         group, options = self.group, self.options
         assert group is not None
         assert self._module is not None
-        self.zero.decide(optimizers, self.optimizers, group, trainer)
+        self.zero.decide(self.optimizers, group, trainer)
         whole = not self.zero.own_gradients
         wire = self.wire.connect(group, trainer, self.timeout, self._supervision, gathers=whole)
         shared = isinstance(wire, SharedMemoryWire)
@@ -272,14 +272,14 @@ class StepDriver:
 
     def _arm(self, reducer: Reducer, loss: Tensor) -> None:
         self.rounds.before_step()  # once more: the training step may have unfrozen something
+        scaler = self._scaler()
         if self.options.check_gradients != "off":
             # A loss scaler looks for the largest scale by overflowing, and skips those steps. With a
-            # scale below one, what is not finite is not its doing.
-            scale = self._scale()
-            searching = scale is not None and scale >= 1
+            # scale below one, what is not finite is not its doing. The host waits for the device.
+            searching = scaler is not None and float(scaler.get_scale()) >= 1
             reducer.check_finite = "off" if searching else self.options.check_gradients
         self.zero.finish()
-        begin_norms(reducer, self._scaler())
+        begin_norms(reducer, scaler)
         reducer.arm(loss)
 
     def finish_backward(self) -> None:
@@ -326,11 +326,6 @@ class StepDriver:
             return output
 
         return closed
-
-    def _scale(self) -> float | None:
-        """The gradient scaler's scale; ``None`` without one. The host waits for the device."""
-        scaler = self._scaler()
-        return float(scaler.get_scale()) if scaler is not None else None
 
     def _scaler(self) -> Any:
         plugin = self.trainer.strategy.precision_plugin if self.trainer is not None else None

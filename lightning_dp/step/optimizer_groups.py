@@ -14,17 +14,17 @@ _SCALARS = (bool, int, float, complex, str, tuple, type(None))
 class OptimizerGroups:
     """A look at the optimizers' parameter groups; owns nothing.
 
-    Args:
+    Attributes:
         optimizers: As the Trainer has them.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         self._members: dict[int, list[int]] | None = None  # by id, until groups may have changed
         self._seen = self._count()
 
     def _count(self) -> int:
-        return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
+        return sum(len(optimizer.param_groups) for optimizer in self.optimizers)
 
     def have_grown(self) -> bool:
         """Whether a group was added or removed since the last time this was asked."""
@@ -35,17 +35,17 @@ class OptimizerGroups:
     @property
     def most(self) -> int:
         """How many numbers :meth:`partition` may return."""
-        return len(self._optimizers) + 1
+        return len(self.optimizers) + 1
 
     def partition(self, parameter: nn.Parameter) -> int:
         """The number of the parameter's optimizer; one above the last for a parameter without."""
-        return next(iter(self.all_of(parameter)), len(self._optimizers))
+        return next(iter(self.all_of(parameter)), len(self.optimizers))
 
     def all_of(self, parameter: nn.Parameter) -> list[int]:
         """The numbers of all optimizers that have the parameter; usually one."""
         if self._members is None:
             self._members = {}
-            for index, optimizer in enumerate(self._optimizers):
+            for index, optimizer in enumerate(self.optimizers):
                 for group in optimizer.param_groups:
                     for member in group["params"]:
                         self._members.setdefault(id(member), []).append(index)
@@ -57,7 +57,7 @@ class OptimizerGroups:
             f"{key} of optimizer {index} ({type(optimizer).__name__}), group {number}": (
                 value.item() if isinstance(value, Tensor) else value
             )
-            for index, optimizer in enumerate(self._optimizers)
+            for index, optimizer in enumerate(self.optimizers)
             for number, group in enumerate(optimizer.param_groups)
             for key, value in group.items()
             if isinstance(value, _SCALARS) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -66,7 +66,7 @@ class OptimizerGroups:
     def index(self, optimizer: Optimizer) -> int | None:
         """The number of ``optimizer``, also of a wrapped one; ``None`` for a stranger."""
         plain = getattr(optimizer, "optimizer", optimizer)
-        for index, other in enumerate(self._optimizers):
+        for index, other in enumerate(self.optimizers):
             if other is plain or other is optimizer:
                 return index
         return None

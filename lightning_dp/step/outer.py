@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.engine.bucket import Slot
-from lightning_dp.engine.plan.registry import buffer_owners
+from lightning_dp.engine.plan.registry import named_buffers
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.replicas.buffers import BufferKeeper
 from lightning_dp.options import EngineOptions
@@ -226,11 +226,10 @@ class Outer:
     def _meet_buffers(self) -> None:
         """Make buffers equal. Collective: every rank."""
         self._keeper.before_use(between_steps=True)
-        self._buffers = {name: buffer.clone() for name, buffer in self._named_buffers().items()}
+        self._keep_buffers()
 
-    def _named_buffers(self) -> dict[str, Tensor]:
-        owners = buffer_owners(self._module).items()
-        return {name: owner.get_buffer(key) for name, (owner, key) in owners}
+    def _keep_buffers(self) -> None:
+        self._buffers = {name: each.clone() for name, each in named_buffers(self._module).items()}
 
     # What others see in mid-round ([Note: two sets of weights])
 
@@ -243,7 +242,7 @@ class Outer:
         if not self.mid_round or self._hidden:
             return False
         shown: list[tuple[Tensor, Tensor]] = [(s.param, a.value) for s, a in self._anchored()]
-        buffers = self._named_buffers()
+        buffers = named_buffers(self._module)
         shown += [(buffers[name], kept) for name, kept in self._buffers.items() if name in buffers]
         for tensor, value in shown:
             self._hidden.append((tensor, tensor.data))
@@ -295,7 +294,7 @@ class Outer:
             return {}
         shown = bool(self._hidden)
         self.show_local()
-        buffers = self._named_buffers()
+        buffers = named_buffers(self._module)
         state = {
             "weights": to_cpu({slot.name: slot.param for slot, _ in self._anchored()}),
             "buffers": to_cpu({name: buffers[name] for name in self._buffers if name in buffers}),
@@ -323,7 +322,7 @@ class Outer:
         self._window.is_local = self.steps >= self._start_after
         self.before_step()
         self.mid_round = False
-        self._buffers = {name: buffer.clone() for name, buffer in self._named_buffers().items()}
+        self._keep_buffers()
         if saved is None:
             return
         for slot, anchor in self._anchored():
@@ -355,7 +354,7 @@ class Outer:
         for slot, _ in self._anchored():
             if slot.name in part["weights"]:
                 slot.param.copy_(part["weights"][slot.name])
-        for name, buffer in self._named_buffers().items():
+        for name, buffer in named_buffers(self._module).items():
             if name in part["buffers"]:
                 buffer.copy_(part["buffers"][name])
         if "meeting" in saved:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -61,7 +61,6 @@ class ZeroState:
         self._except: tuple[str, ...] = tuple(keys.get("except_", ()))
         self._verdicts: list[Verdict] = []
         self._groups = OptimizerGroups(())
-        self._optimizers: Sequence[Optimizer] = ()
         self._sharded: dict[int, ShardedOptimizer] = {}  # by number of the optimizer
         self._group: ReplicaGroup | None = None
         self._trainer: pl.Trainer | None = None
@@ -69,13 +68,7 @@ class ZeroState:
         self.own_gradients = False
         self._readers: GradientReaders | None = None
 
-    def decide(
-        self,
-        optimizers: Sequence[Optimizer],
-        groups: OptimizerGroups,
-        group: ReplicaGroup,
-        trainer: pl.Trainer,
-    ) -> None:
+    def decide(self, groups: OptimizerGroups, group: ReplicaGroup, trainer: pl.Trainer) -> None:
         """Work out, on rank 0 for all, how the work of each optimizer is divided.
 
         Raises:
@@ -83,8 +76,8 @@ class ZeroState:
 
         Collective: every rank. Blocks.
         """
-        self._optimizers, self._groups, self._sharded = optimizers, groups, {}
-        self._verdicts = []
+        optimizers = groups.optimizers
+        self._groups, self._verdicts, self._sharded = groups, [], {}
         self._group, self._is_open, self._trainer = group, True, trainer
         self.own_gradients = False
         group.refuse_difference("zero", self._option)
@@ -208,10 +201,10 @@ class ZeroState:
         shares = Shares(reducer.layout, *ranks, sharding_of, lambda: reducer.registry.slots)
         self._gather = gather = self._make_gather(shares, reducer, timeout)
         self._sharded = {
-            number: ShardedOptimizer(
-                self._optimizers[number], number, shares, gather, group, masters=self._masters
+            number: ShardedOptimizer(each, number, shares, gather, group, masters=self._masters)
+            for number, (each, verdict) in enumerate(
+                zip(self._groups.optimizers, self._verdicts, strict=False)
             )
-            for number, verdict in enumerate(self._verdicts)
             if verdict.sharding is not Sharding.REPLICATED
         }
 
@@ -337,9 +330,7 @@ class ZeroState:
 
     def forbids_saving(self, checkpoint: Mapping[str, Any], path: object) -> bool:
         """Whether ``checkpoint`` lacks what ranks have that may never come; then says so. Local."""
-        if not self._is_incomplete:
-            return False
-        if "optimizer_states" not in checkpoint:
+        if not self._is_incomplete or "optimizer_states" not in checkpoint:
             return False
         log.error(
             "lean_ddp: zero: %s was not written: a run that ends with an error cannot bring the shares of"
@@ -351,7 +342,8 @@ class ZeroState:
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state that this rank holds."""
-        return sum(state_bytes(each) for each in self._optimizers if isinstance(each, Optimizer))
+        optimizers = self._groups.optimizers
+        return sum(state_bytes(each) for each in optimizers if isinstance(each, Optimizer))
 
     def close(self) -> None:
         """Remove the hooks; states stay in shares. Local."""

@@ -38,6 +38,11 @@ def buffer_owners(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return owners
 
 
+def named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers without the ignored ones; a tied one under its first name."""
+    return {name: owner.get_buffer(key) for name, (owner, key) in buffer_owners(module).items()}
+
+
 def refuse_unusable(parameters: dict[str, nn.Parameter], device: torch.device) -> None:
     """Raise for parameters that no data-parallel engine can hold.
 

@@ -433,14 +433,12 @@ class Reduction:
             self.waiting_for = bucket
             interruptible_wait(sent, on_host=on_host)
             self.times.waited(position - len(self.in_flight), sent)
-        if message is None:
-            self.waiting_for = None
-            self.times.ends()
-            return self.sequence[-1].control
         if work is not None:
             interruptible_wait(work, on_host=on_host)
         self.waiting_for = None
         self.times.ends()
+        if message is None:
+            return self.sequence[-1].control
         offset = CONTROL_SIZE
         if message.numel() > CONTROL_SIZE:
             for bucket, _ in self.in_flight:

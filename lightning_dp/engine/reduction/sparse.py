@@ -23,8 +23,6 @@ def reduce_sparse(slots: Sequence[Slot], group: ReplicaGroup) -> None:
 
     Collective: every rank, after the last bucket was launched. Blocks.
     """
-    if not slots:
-        return
     local = [_as_sparse(slot.param.grad) for slot in slots]
     sizes = torch.tensor(
         [[-1 if grad is None else grad._nnz() for grad in local]],

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.registry import (
     buffer_owners,
+    named_buffers,
     named_parameters,
     refuse_unusable,
 )
@@ -194,11 +195,7 @@ def synchronize(module: nn.Module, group: ReplicaGroup) -> set[str]:
     refuse_unusable(parameters, group.device)
     caches = compare(module, group)
     warn_left_alone(caches, CACHES_DIFFER, group)
-    buffers = {
-        name: owner.get_buffer(key)
-        for name, (owner, key) in sorted(buffer_owners(module).items())
-        if name not in caches
-    }
+    buffers = {n: each for n, each in sorted(named_buffers(module).items()) if n not in caches}
     tensors = {**parameters, **buffers}
     opaque = {name for name, tensor in tensors.items() if plain_parts(tensor) is None}
     if group.world_size > 1:

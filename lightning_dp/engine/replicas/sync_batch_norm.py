@@ -35,11 +35,7 @@ class _Normalize(torch.autograd.Function):
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
         table = torch.stack(everyone)
-        counts, means, sums = (
-            table[:, :1],
-            table[:, 1 : 1 + mean.numel()],
-            table[:, 1 + mean.numel() :],
-        )
+        counts, means, sums = table.split([1, mean.numel(), mean.numel()], dim=1)
         total = counts.sum()
         if total <= 1:
             raise ValueError(

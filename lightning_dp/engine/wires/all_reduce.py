@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.group import ReplicaGroup
-from lightning_dp.engine.wires.wire import Done, InFlight, Wire
+from lightning_dp.engine.wires.wire import InFlight, Wire
 
 
 class AllReduceWire(Wire):
@@ -34,7 +34,5 @@ class AllReduceWire(Wire):
             # A sum of fp16 gradients overflows long before their mean does.
             flat.div_(self.group.world_size)
             op = dist.ReduceOp.SUM
-        work: InFlight | None = dist.all_reduce(
-            flat, op=op, group=self.group.process_group, async_op=True
-        )
-        return work if work is not None else Done()
+        work: InFlight = dist.all_reduce(flat, op=op, group=self.group.process_group, async_op=True)
+        return work
