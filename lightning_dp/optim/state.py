@@ -29,10 +29,6 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def _is_elementwise(value: Any, share: Share) -> bool:
-    return isinstance(value, Tensor) and value.shape == share.slot.param.shape
-
-
 def cut(
     optimizer: Optimizer,
     shares: Shares,
@@ -74,7 +70,7 @@ def _own(parameter: Tensor, share: Share | None, value: Any) -> Any:
         if value.strides == parameter.stride():
             return value.part(share.begin, share.end)
         value = value.whole()
-    if not _is_elementwise(value, share):
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return share.of(in_memory_of(parameter, value)).clone()
 

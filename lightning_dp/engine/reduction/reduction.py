@@ -448,15 +448,14 @@ class Reduction:
 
     def _scale_of(self, control: Reading) -> Tensor | float:
         """What a mean over ranks must be multiplied with to be the window's weighted mean."""
-        window = self.window
-        mean: float | None = None
+        mean: float | Tensor | None = None
         if self._reads:
             mean = control.means()[Control.WEIGHT]
         elif self._opening is not None:
             mean = self._opening.mean_weight
         if mean is None:
-            return window.factor_on_device(control.block[Control.WEIGHT])
-        return window.factor(mean, torch.finfo(control.block.dtype).eps)
+            mean = control.block[Control.WEIGHT]
+        return self.window.factor(mean, control.block.dtype)
 
     # Its end, when this rank has failed
 

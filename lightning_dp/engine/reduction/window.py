@@ -159,28 +159,25 @@ class AccumulationWindow:
             read=read,
         )
 
-    def factor(self, mean_weight: float, resolution: float) -> float:
+    def factor(self, mean_weight: Tensor | float, dtype: torch.dtype) -> Tensor | float:
         """Return what an average over ranks must be multiplied with to be the weighted mean.
 
         Args:
-            mean_weight: The reduced ``WEIGHT``: the ranks' mean of their sums of weights.
-            resolution: Machine epsilon of the control block; a factor closer to 1 than its rounding is 1.
+            mean_weight: The reduced ``WEIGHT``: the ranks' mean of their sums of weights; a tensor of shape
+                ``()`` is not read by the host.
+            dtype: Of the control block; a factor closer to 1 than its rounding is 1.
         """
-        if not self.weighted or not self.ends or mean_weight == 0:
-            return 1.0
-        factor = self.divisor / mean_weight
-        return 1.0 if abs(factor - 1.0) <= 4 * resolution else factor
-
-    def factor_on_device(self, mean_weight: Tensor) -> Tensor | float:
-        """As :meth:`factor`, for a mean that the host must not read; shape ``()``."""
         if not self.weighted or not self.ends:
             return 1.0
-        factor = self.divisor / mean_weight
-        near = (factor - 1.0).abs() <= 4 * torch.finfo(mean_weight.dtype).eps
-        return torch.where((mean_weight > 0) & ~near, factor, 1.0)
+        resolution = 4 * torch.finfo(dtype).eps
+        if isinstance(mean_weight, Tensor):
+            factor = self.divisor / mean_weight
+            near = (factor - 1.0).abs() <= resolution
+            return torch.where((mean_weight > 0) & ~near, factor, 1.0)
+        share = self.divisor / mean_weight if mean_weight else 1.0
+        return 1.0 if abs(share - 1.0) <= resolution else share
 
     def own_factor(self) -> Tensor | float:
         """As :meth:`factor`, of a window that no other rank takes part in."""
-        if isinstance(self.weight, Tensor):
-            return self.factor_on_device(self.weight)
-        return self.factor(self.weight, torch.finfo(torch.float64).eps)
+        weight = self.weight
+        return self.factor(weight, weight.dtype if isinstance(weight, Tensor) else torch.float64)
