@@ -227,7 +227,7 @@ def _bring_to_first(
     found = {
         parameter: optimizer.state[parameter]
         for parameter in parameters.values()
-        if parameter in optimizer.state and (group.world_size == 1 or not shares.of(parameter))
+        if parameter in optimizer.state and (group.world_size == 1 or shares.of(parameter) is None)
     }
     for bucket in shares.buckets:
         divided = [bucket.slots[position].param for position in shares.divided(bucket)]
@@ -246,7 +246,7 @@ def _bring_to_first(
         for each in theirs:
             parameter = parameters[each.label]
             for key, values in each.ranges.items():
-                if keys[each.label].get(key) is values.dtype:  # otherwise it is no range
+                if keys.get(each.label, {}).get(key) is values.dtype:  # otherwise it is no range
                     whole = _flat(parameter, found[parameter][key])
                     whole[each.begin : each.begin + len(values)] = values
     return found
