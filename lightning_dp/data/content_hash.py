@@ -7,6 +7,7 @@ import pickle
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,20 +37,6 @@ class _ContentPickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Digest:
-    """A file that keeps a hash of what is written to it."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=8)
-
-    def write(self, data: Any) -> None:
-        self._hash.update(data)
-
-    def value(self) -> int:
-        """Return an integer from 1 to 2**63 - 1."""
-        return (int.from_bytes(self._hash.digest(), "little") >> 1) or 1
-
-
 def content_hash(value: Any) -> int:
     """Return an integer below 2**63 that differs, but for bad luck, between what differs in content.
 
@@ -58,12 +45,13 @@ def content_hash(value: Any) -> int:
     """
     if value is NOTHING:
         return 0
-    digest = _Digest()
+    digest = hashlib.blake2b(digest_size=8)
+    file: Any = SimpleNamespace(write=digest.update)
     try:
-        _ContentPickler(digest, protocol=5).dump(value)
+        _ContentPickler(file, protocol=5).dump(value)
     except Exception:  # any object may refuse, in any way
         return 0
-    return digest.value()
+    return (int.from_bytes(digest.digest(), "little") >> 1) or 1
 
 
 def selection_hash(dataset: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 from lightning_dp.data.loader import Agree, LoaderParts, Shard, ShardedBatchSampler
@@ -55,6 +55,7 @@ class EvalBatches(ShardedBatchSampler):
             self.total -= self.total % self.parts.batch_size
         self.plan = EvalPlan(self.total, self.shard.world_size, self.batch_size, self._idle_repeats)
         self._share = Share(order, self.plan.positions(self.shard.rank))
+        self._count = self.plan.batches(self.shard.rank)
         self.is_even, self.is_exact = self.plan.is_even, self.plan.is_exact
         self.is_ragged = self.plan.is_ragged
 
@@ -82,27 +83,17 @@ class EvalBatches(ShardedBatchSampler):
         elif rest:
             self.is_even = False
         mine = full[rank : rank + 1] + tail[rank : rank + 1]
-        self._own = order.part(range(rank, kept, world_size))
-        self._own_last = mine
+        self._share = Share(order, range(rank, kept, world_size), mine)
+        self._count = len(self._share)
 
     def __len__(self) -> int:
         # A rank without data says 1: Lightning then runs its hooks there too, and finds no batch.
-        return (
-            max(self._num_batches, 1) if self._is_prediction and self.total else self._num_batches
-        )
-
-    @property
-    def _num_batches(self) -> int:
-        if self.parts.source.batches:
-            return len(self._own) + len(self._own_last)
-        return self.plan.batches(self.shard.rank)
+        return max(self._count, int(self._is_prediction and self.total > 0))
 
     @property
     def num_units(self) -> int:
         """How many units this rank gets."""
-        if self.parts.source.batches:
-            return self._num_batches
-        return len(self.plan.positions(self.shard.rank))
+        return len(self._share)
 
     def __iter__(self) -> Iterator[list[Any]]:
         self._open()
@@ -111,15 +102,6 @@ class EvalBatches(ShardedBatchSampler):
 
     def local_batches(self, limit: int | None = None) -> Iterator[list[Any]]:
         """Yield this rank's batches of the current order (at most ``limit``)."""
-        return islice(self._batches(), limit)
-
-    def _batches(self) -> Iterator[list[Any]]:
-        if self.parts.source.batches:
-            for number in range(len(self._own)):
-                yield self._own.read(number, number + 1)[0]
-            yield from self._own_last
-            return
-        start = 0
-        for size in self.plan.sizes(self.shard.rank):
-            yield self._share.read(start, start + size)
-            start += size
+        whole = self.parts.source.batches
+        sizes = repeat(1, self._count) if whole else self.plan.sizes(self.shard.rank)
+        return islice(self.batches_of(self._share, sizes), limit)

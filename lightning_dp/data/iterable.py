@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
@@ -12,6 +13,7 @@ from lightning_dp.data.draw import sized
 from lightning_dp.data.loader import copy_loader
 
 
+@dataclass(eq=False, repr=False)
 class ShardedIterable(IterableDataset[Any]):
     """Every ``world_size * workers``-th item of a dataset that yields all items everywhere.
 
@@ -26,19 +28,16 @@ class ShardedIterable(IterableDataset[Any]):
         length: What ``len()`` should say, so that a DataLoader's length comes out right.
     """
 
-    def __init__(
-        self, dataset: Any, rank: int, world_size: int, *, equal: bool, length: int | None = None
-    ) -> None:
-        self.dataset = dataset
-        self._rank = rank
-        self._world_size = world_size
-        self._equal = equal
-        self._length = length
+    dataset: Any
+    rank: int
+    world_size: int
+    equal: bool
+    length: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info is not None else (1, 0)
-        parts, mine = self._world_size * workers, self._rank * workers + worker
+        parts, mine = self.world_size * workers, self.rank * workers + worker
         held = NOTHING
         for index, item in enumerate(self.dataset):
             place = index % parts
@@ -47,13 +46,13 @@ class ShardedIterable(IterableDataset[Any]):
             if place == parts - 1:
                 yield held
                 held = NOTHING
-        if held is not NOTHING and not self._equal:
+        if held is not NOTHING and not self.equal:
             yield held
 
     def __len__(self) -> int:
-        if self._length is None:
+        if self.length is None:
             raise TypeError("the dataset has no length")
-        return self._length
+        return self.length
 
 
 def shard_iterable(

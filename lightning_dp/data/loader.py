@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from lightning_dp.data.draw import Source
 from lightning_dp.data.order import Order, OrderKey, mix
+from lightning_dp.data.share import Share
 
 Agree = Callable[[Order, str], Order]
 """Makes all ranks hold one order: gets the local one and the sampler's name, returns the one to use.
@@ -89,7 +90,15 @@ class ShardedBatchSampler(Sampler[Any]):
         parts: What the user's loader is made of.
         shard: This rank.
         agree: Compares a drawn order across ranks; ``None`` trusts this rank's.
+
+    Attributes:
+        is_even: Whether all ranks make the same number of steps, as far as anybody knows.
+        is_exact: Whether no rank without units of its own repeats one of another's.
+        is_ragged: Whether ranks may hold different numbers of units.
     """
+
+    is_even = is_exact = True
+    is_ragged = False
 
     def __init__(self, parts: LoaderParts, shard: Shard, agree: Agree | None = None) -> None:
         self.parts = parts
@@ -118,6 +127,14 @@ class ShardedBatchSampler(Sampler[Any]):
         if self._agree is not None and not self.parts.source.is_pure:
             return self._agree(order, self.parts.source.name)
         return order
+
+    def batches_of(self, share: Share, sizes: Iterable[int]) -> Iterator[list[Any]]:
+        """Yield the batches of ``share``, which have these sizes."""
+        start = 0
+        for size in sizes:
+            units = share.read(start, start + size)
+            yield units[0] if self.parts.source.batches else units
+            start += size
 
     def seed_workers(self, key: OrderKey, consumed: int) -> None:
         """Let the workers that start next draw numbers of their own on each rank, the same in each run."""

@@ -79,50 +79,48 @@ class Order(ABC):
         """Return an integer below 2**63 that differs, but for bad luck, between different orders."""
 
 
-class SequentialOrder(Order):
-    """An arithmetic sequence, such as 0, 1, 2, ... Needs no memory."""
+class _UnitsOrder(Order):
+    """Units that something holds which can be cut: a range, a list, a tensor."""
 
-    def __init__(self, numbers: range) -> None:
-        self._numbers = numbers
+    def __init__(self, units: Any) -> None:
+        self.units = units
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.units)
 
-    def part(self, positions: range) -> SequentialOrder:
+    def part(self, positions: range) -> Order:
         """See :class:`Order`."""
-        return SequentialOrder(cut(self._numbers, positions))
+        return type(self)(cut(self.units, positions))
 
-    def read(self, start: int, stop: int) -> list[int]:
+    def read(self, start: int, stop: int) -> list[Any]:
         """See :class:`Order`."""
-        return list(self._numbers[start:stop])
+        return list(self.units[start:stop])
+
+
+class SequentialOrder(_UnitsOrder):
+    """An arithmetic sequence, such as 0, 1, 2, ..., as a range. Needs no memory."""
 
     def fingerprint(self) -> int:
         """See :class:`Order`."""
-        return mix(1, len(self._numbers))
+        return mix(1, len(self))
 
 
-class TensorOrder(Order):
+class TensorOrder(_UnitsOrder):
     """Indices in an integer tensor of shape ``(total,)``."""
 
-    def __init__(self, indices: Tensor) -> None:
-        self.indices = indices
-
-    def __len__(self) -> int:
-        return self.indices.numel()
-
-    def part(self, positions: range) -> TensorOrder:
+    def part(self, positions: range) -> Order:
         """See :class:`Order`."""
         # A copy: a strided view would keep all ranks' indices alive for the whole epoch.
-        return TensorOrder(cut(self.indices, positions).clone())
+        return TensorOrder(cut(self.units, positions).clone())
 
     def read(self, start: int, stop: int) -> list[int]:
         """See :class:`Order`."""
-        indices: list[int] = self.indices[start:stop].tolist()
+        indices: list[int] = self.units[start:stop].tolist()
         return indices
 
     def fingerprint(self) -> int:
         """See :class:`Order`."""
-        return mix(2, len(self), _digest(self.indices))
+        return mix(2, len(self), _digest(self.units))
 
 
 class RaggedOrder(Order):
@@ -150,22 +148,8 @@ class RaggedOrder(Order):
         return mix(3, len(self), _digest(self.flat), _digest(self.offsets))
 
 
-class ListOrder(Order):
+class ListOrder(_UnitsOrder):
     """Units that are not integers (a key, or an index with a size), as a sampler yielded them."""
-
-    def __init__(self, units: list[Any]) -> None:
-        self.units = units
-
-    def __len__(self) -> int:
-        return len(self.units)
-
-    def part(self, positions: range) -> ListOrder:
-        """See :class:`Order`."""
-        return ListOrder(cut(self.units, positions))
-
-    def read(self, start: int, stop: int) -> list[Any]:
-        """See :class:`Order`."""
-        return self.units[start:stop]
 
     def fingerprint(self) -> int:
         """See :class:`Order`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +25,24 @@ class Cursor:
 
 
 class Share:
-    """The units of one rank: those inside the order, and those taken again from its head."""
+    """The units of one rank: those inside the order, and those taken again from its head.
 
-    def __init__(self, order: Order, positions: range) -> None:
+    Args:
+        order: All ranks' units.
+        positions: This rank's; those from ``len(order)`` on mean its head.
+        more: Units that follow.
+    """
+
+    def __init__(self, order: Order, positions: range, more: Sequence[Any] = ()) -> None:
         total = len(order)
         inside = positions[: len(range(positions.start, total, positions.step))]
         self._inside = len(inside)
         self._part = order.part(inside)
         heads = [position % total for position in positions[self._inside :]]
-        self._again = [order.read(head, head + 1)[0] for head in heads]
+        self._again = [*(order.read(head, head + 1)[0] for head in heads), *more]
+
+    def __len__(self) -> int:
+        return self._inside + len(self._again)
 
     def read(self, start: int, stop: int) -> list[Any]:
         """Return the units ``start`` to ``stop - 1`` of this share."""

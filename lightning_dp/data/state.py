@@ -7,7 +7,7 @@ on whatever number of ranks. Only loaders that keep a state of their own have on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from lightning_dp.data.share import Cursor
@@ -64,15 +64,10 @@ class DataState:
     def to_checkpoint(self) -> dict[str, Any]:
         """Return a dictionary of integers, strings and lists, loadable with ``weights_only=True``."""
         return {
+            **vars(self),
             "version": VERSION,
-            "epoch": self.epoch,
-            "seed": self.seed,
-            "world_size": self.world_size,
-            "accumulate": self.accumulate,
-            "batches": self.batches,
             "loaders": [asdict(loader) for loader in self.loaders],
             "loader_states": [dict(states) for states in self.loader_states],
-            "reload_epoch": self.reload_epoch,
         }
 
     @classmethod
@@ -80,16 +75,10 @@ class DataState:
         """Read what :meth:`to_checkpoint` wrote; ``None`` for a version from the future."""
         if saved.get("version", 0) > VERSION:
             return None
-        return cls(
-            epoch=int(saved["epoch"]),
-            seed=int(saved["seed"]),
-            world_size=int(saved["world_size"]),
-            accumulate=int(saved["accumulate"]),
-            batches=int(saved["batches"]),
-            loaders=tuple(LoaderState(**loader) for loader in saved["loaders"]),
-            loader_states=tuple(dict(states) for states in saved["loader_states"]),
-            reload_epoch=int(saved["reload_epoch"]),
-        )
+        values = {each.name: saved[each.name] for each in fields(cls)}
+        values["loaders"] = tuple(LoaderState(**loader) for loader in saved["loaders"])
+        values["loader_states"] = tuple(dict(states) for states in saved["loader_states"])
+        return cls(**values)
 
     @property
     def is_epoch_start(self) -> bool:
@@ -97,17 +86,18 @@ class DataState:
         moved = any(loader.consumed or loader.pass_index for loader in self.loaders)
         return self.batches == 0 and not moved
 
-    def effective_batch(self, number: int = 0) -> int:
-        """Return how many units of loader ``number`` went into one optimizer step."""
-        if number >= len(self.loaders):
-            return 0
-        return self.loaders[number].batch_size * self.world_size * self.accumulate
+    @property
+    def effective_batch(self) -> int:
+        """How many units of the first loader went into one optimizer step; 0 if that is not known."""
+        return self.loader(0).batch_size * self.world_size * self.accumulate
+
+    def loader(self, number: int) -> LoaderState:
+        """Return where loader ``number`` was; one of which nothing is known if there was none."""
+        return self.loaders[number] if number < len(self.loaders) else LoaderState()
 
     def start(self, number: int) -> Cursor:
         """Return where loader ``number`` goes on."""
-        if number >= len(self.loaders):
-            return Cursor(self.epoch)
-        loader = self.loaders[number]
+        loader = self.loader(number)
         return Cursor(self.epoch, loader.pass_index, loader.consumed)
 
     def changed(self, number: int, seed: int, unit: str, total: int) -> str | None:

@@ -39,7 +39,6 @@ class StreamBatches(ShardedBatchSampler):
         self.sampler.set_epoch(self.start.epoch)
         self._begun = begun
         self._training = training
-        self.is_even = self.is_exact = True  # as far as anybody knows
         self.is_ragged = not training
 
     def cursor_after(self, epoch: int, batches: int) -> Cursor:

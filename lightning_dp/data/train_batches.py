@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 from lightning_dp.data.loader import Agree, LoaderParts, Shard, ShardedBatchSampler
@@ -59,7 +59,7 @@ class TrainBatches(ShardedBatchSampler):
     @property
     def num_units(self) -> int:
         """How many units this rank gets in what the current pass still holds."""
-        return len(self.plan.positions(self.shard.rank))
+        return len(self._share)
 
     def __len__(self) -> int:
         """Batches in a whole pass: a resumed pass is shorter, but its batches count from the middle on."""
@@ -88,7 +88,7 @@ class TrainBatches(ShardedBatchSampler):
 
     def local_batches(self, limit: int | None = None) -> Iterator[list[Any]]:
         """Yield this rank's batches of the current pass (at most ``limit``)."""
-        return islice(self._batches(self._share, self.num_units), limit)
+        return islice(self._batches(), limit)
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Not a generator itself: the order must be drawn and the workers seeded when iter() is called.
@@ -98,7 +98,7 @@ class TrainBatches(ShardedBatchSampler):
         self.seed_workers(
             OrderKey(self.shard.seed, cursor.epoch, cursor.pass_index), cursor.consumed
         )
-        return self._batches(self._share, self.num_units)
+        return self._batches()
 
     def _start_of_pass(self) -> Cursor:
         epoch, begun = self.sampler.epoch, self._begun()
@@ -106,8 +106,5 @@ class TrainBatches(ShardedBatchSampler):
             return self.cursor_after(epoch, begun)
         return self.start if epoch == self.start.epoch else Cursor(epoch)
 
-    def _batches(self, share: Share, count: int) -> Iterator[list[Any]]:
-        whole_batches = self.parts.source.batches
-        for start in range(0, count, self.batch_size):
-            units = share.read(start, min(start + self.batch_size, count))
-            yield units[0] if whole_batches else units
+    def _batches(self) -> Iterator[list[Any]]:
+        return self.batches_of(self._share, repeat(self.batch_size, self.plan.batches))

@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dp.data.eval_batches import EvalBatches
-from lightning_dp.data.loader import LoaderParts, copy_loader, give_batches
+from lightning_dp.data.loader import (
+    LoaderParts,
+    ShardedBatchSampler,
+    copy_loader,
+    give_batches,
+)
 from lightning_dp.data.share import Cursor
 from lightning_dp.data.stream import StreamBatches
 from lightning_dp.data.train_batches import TrainBatches
@@ -25,8 +30,6 @@ from lightning_dp.internals.lightning import pl
 
 log = logging.getLogger(__name__)
 
-_Batches = EvalBatches | TrainBatches | StreamBatches | None
-
 
 class EvaluationData:
     """The loaders of ``validate`` (also inside ``fit``), ``test`` and ``predict``.
@@ -39,7 +42,7 @@ class EvaluationData:
     def __init__(self, ranks: Ranks, trainer: pl.Trainer) -> None:
         self._ranks = ranks
         self._trainer = trainer
-        self._sets: dict[str, list[_Batches]] = {}
+        self._sets: dict[str, list[ShardedBatchSampler | None]] = {}
         self._in_step = False
         self._said_padding = self._warned_metrics = False
 
@@ -59,7 +62,7 @@ class EvaluationData:
         Collective: every rank, for each loader in turn. Blocks.
         """
         predicts = stage == "predict"
-        batches: _Batches = None
+        batches = None
         if self._ranks.shards(loader):
             batches = self._batches(loader, predicts)
             result = give_batches(batches, loader_seams.index_recorder() if predicts else None)
@@ -70,9 +73,7 @@ class EvaluationData:
         self._sets.setdefault(stage, []).append(batches)
         return result
 
-    def _batches(
-        self, loader: DataLoader[Any], predicts: bool
-    ) -> EvalBatches | TrainBatches | StreamBatches:
+    def _batches(self, loader: DataLoader[Any], predicts: bool) -> ShardedBatchSampler:
         ranks = self._ranks
         epoch = loader_seams.loop_progress(self._trainer).epoch
         parts = ranks.parts(loader, training=False)
@@ -98,21 +99,19 @@ class EvaluationData:
 
     # What the ranks' shares are like
 
-    def _current(self) -> list[_Batches]:
+    def _current(self) -> list[ShardedBatchSampler | None]:
         stage = stage_of(self._trainer)
         return self._sets.get(stage, self._sets.get("validate", []))
 
     @property
     def _is_even(self) -> bool:
-        return all(not isinstance(each, EvalBatches) or each.is_even for each in self._current())
+        return all(each is None or each.is_even for each in self._current())
 
     @property
     def _may_be_ragged(self) -> bool:
         """Whether any share seen so far differs between ranks, so that gathered tensors may too."""
         return any(
-            each is None
-            or isinstance(each, StreamBatches)
-            or (isinstance(each, EvalBatches) and (each.is_ragged or not each.is_exact))
+            each is None or each.is_ragged or not each.is_exact
             for loaders in self._sets.values()
             for each in loaders
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ def open_group(timeout: timedelta | None, waiting: Waiting) -> ReplicaGroup:
     Collective: every rank, once, in the same order as other group creations.
     """
     cpu = torch.device("cpu")
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return ReplicaGroup(None, 0, 1, cpu)
     group = dist.new_group(backend="gloo", timeout=timeout)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -37,26 +37,8 @@ def open_group(timeout: timedelta | None, waiting: Waiting) -> ReplicaGroup:
 
 
 def gather_integers(group: ReplicaGroup, value: int) -> list[int]:
-    """Return every rank's integer (below 2**63), by rank.
-
-    Collective: every rank, same order. Blocks.
-    """
-    if group.world_size == 1:
-        return [value]
-    values = [torch.zeros(1, dtype=torch.int64) for _ in range(group.world_size)]
-    mine = torch.tensor([value], dtype=torch.int64)
-    with group.waiting("what ranks know of their data"):
-        interruptible_wait(dist.all_gather(values, mine, group=group.process_group, async_op=True))
-    return [int(each) for each in values]
-
-
-def agree_on_seed(group: ReplicaGroup, seed: int | None) -> int:
-    """Return rank 0's seed on every rank; where it has none, one that it draws.
-
-    Collective: every rank. Blocks.
-    """
-    value = secrets.randbits(31) if seed is None else seed
-    return int(group.broadcast_object(value))
+    """Return every rank's integer, by rank. Collective: every rank, same order. Blocks."""
+    return group.all_gather_object(value, "what ranks know of their data")
 
 
 class OrderAgreement:
@@ -101,6 +83,7 @@ class OrderAgreement:
         return agreed
 
 
+@dataclass(eq=False)
 class GroupJoin:
     """Stops all ranks at the same step, for loaders whose end nobody knows; see ``data.join``.
 
@@ -112,16 +95,13 @@ class GroupJoin:
         advice: What to do about different numbers of batches.
     """
 
-    def __init__(
-        self, group: ReplicaGroup, uneven: str, same_data: str, name: str, advice: str
-    ) -> None:
-        self._group = group
-        self._uneven = uneven
-        self._same_data = same_data
-        self._name = name
-        self._advice = advice
-        self._looked = False
-        self._steps = 0
+    group: ReplicaGroup
+    uneven: str
+    same_data: str
+    name: str
+    advice: str
+    _looked: bool = field(default=False, init=False)
+    _steps: int = field(default=0, init=False)
 
     def first(self, batch: Any) -> None:
         """Compare first batches, once.
@@ -132,22 +112,22 @@ class GroupJoin:
         Collective: every rank, at its first batch. Blocks.
         """
         self._steps = 0
-        if self._looked or self._same_data not in ("warn", "error"):
+        if self._looked or self.same_data not in ("warn", "error"):
             return
         self._looked = True
-        prints = gather_integers(self._group, content_hash(batch))
+        prints = gather_integers(self.group, content_hash(batch))
         seen = [value for value in prints if value]
         if len(seen) < 2 or len(set(seen)) == len(seen):
             return
         message = (
-            f"{self._name}: several of the {len(prints)} ranks got the same first batch. It seems that"
+            f"{self.name}: several of the {len(prints)} ranks got the same first batch. It seems that"
             " every rank trains on the same data: as many times the cost, and the result of one rank."
             " Choose iterable='shard' if the dataset yields everything in every process, or let the"
             " dataset pick its part from rank and worker; iterable='off' silences this."
         )
-        if self._same_data == "error":
+        if self.same_data == "error":
             raise ConfigError(message)
-        if self._group.rank == 0:
+        if self.group.rank == 0:
             log.warning("lean_ddp: %s", message)
 
     def post(self, has_next: bool) -> Callable[[], bool]:
@@ -161,16 +141,15 @@ class GroupJoin:
         """
         flag = torch.tensor([int(has_next)], dtype=torch.int32)
         work = dist.all_reduce(
-            flag, op=dist.ReduceOp.MIN, group=self._group.process_group, async_op=True
+            flag, op=dist.ReduceOp.MIN, group=self.group.process_group, async_op=True
         )
 
         def all_have_one() -> bool:
-            if work is not None:
-                work.wait()
+            interruptible_wait(work)
             if int(flag):
                 self._steps += 1
                 return True
-            self._end(gather_integers(self._group, int(has_next)))
+            self._end(gather_integers(self.group, int(has_next)))
             return False
 
         return all_have_one
@@ -180,15 +159,15 @@ class GroupJoin:
         if len(over) == len(flags):
             return
         message = (
-            f"The training data ({self._name}) ends at different steps: in this pass rank(s) {over} had"
+            f"The training data ({self.name}) ends at different steps: in this pass rank(s) {over} had"
             f" {self._steps} batches, and rank(s) {[rank for rank, flag in enumerate(flags) if flag]} have"
             " more."
         )
-        if self._uneven == "error":
+        if self.uneven == "error":
             raise UnevenShardError(
                 f"{message} (Batches are read ahead: training had not come to the last of them.)"
-                f" {self._advice}",
+                f" {self.advice}",
                 ranks=over,
             )
-        if self._group.rank == 0:
+        if self.group.rank == 0:
             log.info("lean_ddp: %s All ranks stop here (uneven_train='min').", message)

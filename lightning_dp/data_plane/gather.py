@@ -105,7 +105,7 @@ def all_gather(tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:
 
     Collective: every rank of ``group``; with ``sync_grads`` its backward too. Blocks.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return tensor
     members = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
     if sync_grads:

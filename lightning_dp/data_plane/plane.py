@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,7 +19,7 @@ from lightning_dp.data.order import mix
 from lightning_dp.data_plane import gather
 from lightning_dp.data_plane.common import Ranks, log
 from lightning_dp.data_plane.evaluation import EvaluationData, stage_of
-from lightning_dp.data_plane.exchange import OrderAgreement, agree_on_seed, open_group
+from lightning_dp.data_plane.exchange import OrderAgreement, open_group
 from lightning_dp.data_plane.resume import Resume
 from lightning_dp.data_plane.training import TrainingData
 from lightning_dp.engine.group import Waiting
@@ -86,7 +87,8 @@ class DataPlane:
         assert self._trainer is not None
         options = self.options
         group = open_group(self._timeout, self._waiting)
-        seed = agree_on_seed(group, self._seed())
+        own = self._seed()
+        seed = int(group.broadcast_object(secrets.randbits(31) if own is None else own))
         # Before the ranks exist somebody may ask how many steps there will be.
         exist = dist.is_initialized()
         world_size = group.world_size if exist else self._trainer.world_size

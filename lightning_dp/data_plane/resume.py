@@ -72,19 +72,9 @@ class Resume:
         passes, rest = divmod(self.batches, max(1, plan.whole_batches))
         return Cursor(self.epoch, passes, plan.consumed_after(rest)), None
 
-    def order_hash(self, number: int) -> int:
-        """The hash of loader ``number``'s order; 0 if it is not known."""
-        saved = self._saved(number)
-        return saved.order_hash if saved is not None else 0
-
-    def has_batch_size(self, number: int, size: int) -> bool:
-        """Whether loader ``number`` had batches of ``size``, as far as is known."""
-        saved = self._saved(number)
-        return saved is None or saved.batch_size == size
-
-    def _saved(self, number: int) -> LoaderState | None:
-        loaders = self.state.loaders if self.state is not None else ()
-        return loaders[number] if number < len(loaders) else None
+    def loader(self, number: int) -> LoaderState:
+        """Where loader ``number`` was, as far as is known."""
+        return self.state.loader(number) if self.state is not None else LoaderState()
 
     # States of loaders that keep their own
 

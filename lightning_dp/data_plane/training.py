@@ -106,7 +106,8 @@ class TrainingData:
         start, state = Cursor(epoch), None
         if resume is not None:
             start = self._start(resume, parts)
-            if stateful and not self._restarts and resume.has_batch_size(number, parts.batch_size):
+            same_size = resume.loader(number).batch_size in (0, parts.batch_size)  # 0: not known
+            if stateful and same_size and not self._restarts:
                 state = resume.own_state(number, self._nth_stateful, ranks.shard)
         if state is not None:
             start = Cursor(epoch, start.pass_index)
@@ -137,7 +138,7 @@ class TrainingData:
         return start
 
     def _check_order(self, batches: TrainBatches, resume: Resume, number: int) -> None:
-        saved = resume.order_hash(number)
+        saved = resume.loader(number).order_hash
         if saved and batches.start.consumed and saved != batches.order_hash:
             self._warn_resume(
                 f"{batches.parts.source.name} does not give the order of epoch {resume.epoch} again. The"
@@ -274,7 +275,7 @@ class TrainingData:
                 first,
             )
             return
-        before, now = resume.state.effective_batch(), self._effective_batch
+        before, now = resume.state.effective_batch, self._effective_batch
         if before and now and before != now:
             log.warning(
                 "lean_ddp: an optimizer step had %d samples (%d rank(s)) and now has %d (%d rank(s)). Each"

@@ -175,15 +175,10 @@ def _move(progress: Any, value: int, **others: int) -> None:
 # -- What a checkpoint of Lightning holds
 
 
-def _fit_loop_state(checkpoint: Mapping[str, Any]) -> MutableMapping[str, Any] | None:
-    state = checkpoint.get("loops", {}).get("fit_loop")
-    return state if isinstance(state, MutableMapping) else None
-
-
 def saved_progress(checkpoint: Mapping[str, Any]) -> LoopProgress | None:
     """Read the fit loop's counters out of a checkpoint; ``None`` if it holds none."""
     try:
-        state: Any = _fit_loop_state(checkpoint)
+        state = checkpoint["loops"]["fit_loop"]
         epochs = state["epoch_progress"]["current"]
         batches = state["epoch_loop.batch_progress"]
         return LoopProgress(
@@ -196,22 +191,20 @@ def saved_progress(checkpoint: Mapping[str, Any]) -> LoopProgress | None:
         return None
 
 
+def _where_loader_states_are(checkpoint: Mapping[str, Any]) -> MutableMapping[str, Any]:
+    holder = (checkpoint.get("loops", {}).get("fit_loop") or {}).get("state_dict")
+    return holder if isinstance(holder, MutableMapping) else {}
+
+
 def take_loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
     """Remove the states of stateful training loaders from a checkpoint and return them, in order."""
-    state = _fit_loop_state(checkpoint)
-    holder = state.get("state_dict") if state is not None else None
-    if not isinstance(holder, MutableMapping):
-        return []
-    return list(holder.pop("combined_loader", []))
+    return list(_where_loader_states_are(checkpoint).pop("combined_loader", []))
 
 
 def put_loader_states(checkpoint: Mapping[str, Any], states: Iterable[Any]) -> None:
     """Put states back where Lightning's ``ddp`` looks for them; nothing if there are none."""
-    state = _fit_loop_state(checkpoint)
-    holder = state.get("state_dict") if state is not None else None
-    states = list(states)
-    if states and isinstance(holder, MutableMapping):
-        holder["combined_loader"] = states
+    if found := list(states):
+        _where_loader_states_are(checkpoint)["combined_loader"] = found
 
 
 # -- Predictions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -391,8 +391,8 @@ def test_a_state_survives_a_checkpoint():
     assert DataState.from_checkpoint({**state.to_checkpoint(), "version": VERSION + 1}) is None
     assert state.start(0) == Cursor(3, 1, 40)
     assert state.start(5) == Cursor(3)
-    assert state.effective_batch() == 32
-    assert state.effective_batch(9) == 0
+    assert state.effective_batch == 32
+    assert replace(state, loaders=()).effective_batch == 0
     assert state.changed(0, 7, "sample", 100) is None
     assert "seed" in state.changed(0, 8, "sample", 100)
     assert "batch" in state.changed(0, 7, "batch", 100)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_dp.data_plane.exchange import GroupJoin, open_group
 from lightning_dp.errors import ConfigError, UnevenShardError
 from tests.support.logs import log_lines
+from tests.support.ranks import LIMIT_S, run_ranks
 from tests.support.sampling import HookLearner, Learner, Numbers, SaveAt, fit
 from tests.support.trainers import lean, ranks, trainer
 
@@ -390,3 +396,29 @@ def test_map_style_loaders_with_a_state_are_not_moved_twice(done, tmp_path):
     trained = [i for seen in straight for s in seen[epoch * 6 : done] for i in s[2]]
     assert sorted(left + trained) == list(range(24)), "another number of ranks: our own position"
     assert torch.load(path, weights_only=True)["lean_ddp"]["data"]["loader_states"]
+
+
+def _interrupted(rank, world_size):
+    join = GroupJoin(open_group(None, lambda what: nullcontext()), "error", "off", "x", "")
+    if rank == 1:
+        dist.barrier()  # until rank 0 waits no longer
+        return join.post(False)()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, stop)
+    all_have_one = join.post(False)
+    begin = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        all_have_one()
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    return seconds if not all_have_one() else None
+
+
+def test_a_wait_for_the_end_of_other_ranks_can_be_interrupted():
+    seconds, goes_on = run_ranks(_interrupted, 2)
+    assert seconds < LIMIT_S
+    assert not goes_on
