@@ -132,32 +132,30 @@ class DigitsModule(pl.LightningModule):
         scores: Tensor = self.net(images)
         return scores
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Cross-entropy of one batch."""
+    def score(self, batch: Batch, accuracy: MulticlassAccuracy) -> tuple[Tensor, Tensor]:
+        """Scores and cross-entropy of one batch, which counts in ``accuracy``."""
         images, labels = batch
         scores = self(images)
-        loss = nn.functional.cross_entropy(scores, labels)
-        self.train_acc(scores, labels)
+        accuracy(scores, labels)
+        return scores, nn.functional.cross_entropy(scores, labels)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Cross-entropy of one batch."""
+        _, loss = self.score(batch, self.train_acc)
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/acc", self.train_acc, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss and accuracy on scans that are not trained on."""
-        images, labels = batch
-        scores = self(images)
-        self.val_acc(scores, labels)
-        loss = nn.functional.cross_entropy(scores, labels)
+        _, loss = self.score(batch, self.val_acc)
         self.log("val/loss", loss, sync_dist=True, prog_bar=True)
         self.log("val/acc", self.val_acc, prog_bar=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss, accuracy and which digit was taken for which."""
-        images, labels = batch
-        scores = self(images)
-        self.test_acc(scores, labels)
-        self.confusion.update(scores, labels)
-        loss = nn.functional.cross_entropy(scores, labels)
+        scores, loss = self.score(batch, self.test_acc)
+        self.confusion.update(scores, batch[1])
         self.log("test/loss", loss, sync_dist=True)
         self.log("test/acc", self.test_acc)
 
