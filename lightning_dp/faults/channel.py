@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable
 from typing import Any
 
 from lightning_dp.engine.waiting import poll_until
@@ -33,6 +32,7 @@ class FailureChannel:
         self._store = store
         self.rank = rank
         self.world_size = world_size
+        self._others = [other for other in range(world_size) if other != rank]
 
     # Failures
 
@@ -61,10 +61,10 @@ class FailureChannel:
         Args:
             without: A rank that cannot any more.
         """
-        others = [rank for rank in range(self.world_size) if rank not in (self.rank, without)]
         return all(
-            self._store.check([f"seen/{rank}"]) or self._store.check([f"left/{rank}"])
-            for rank in others
+            self._store.check([f"seen/{rank}"]) or self.has_left(rank)
+            for rank in self._others
+            if rank != without
         )
 
     # Who is there
@@ -86,16 +86,21 @@ class FailureChannel:
         """Other ranks that have neither answered nor left. Collective: none."""
         return [
             rank
-            for rank in range(self.world_size)
-            if rank != self.rank
-            and not self._store.check([f"answer/{ping}/{rank}"])
-            and not self._store.check([f"left/{rank}"])
+            for rank in self._others
+            if not self._store.check([f"answer/{ping}/{rank}"]) and not self.has_left(rank)
         ]
+
+    def leave(self) -> None:
+        """Say that this rank leaves normally. Collective: none."""
+        self._store.set(f"left/{self.rank}", "1")
+
+    def has_left(self, rank: int) -> bool:
+        """Whether ``rank`` has left normally. Collective: none."""
+        return self._store.check([f"left/{rank}"])
 
     def gone(self) -> list[int]:
         """Other ranks that have left normally. Collective: none."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return [rank for rank in others if self._store.check([f"left/{rank}"])]
+        return [rank for rank in self._others if self.has_left(rank)]
 
     # Plain values
 
@@ -115,14 +120,10 @@ class FailureChannel:
         """Remove ``key``, if it is there. Collective: none."""
         self._store.delete_key(key)
 
-    def read_ranks(self, prefix: str, ranks: Iterable[int] | None = None) -> dict[int, Any]:
+    def read_ranks(self, prefix: str) -> dict[int, Any]:
         """JSON values of ``prefix/<rank>`` for the ranks that have set one. Collective: none."""
-        found: dict[int, Any] = {}
-        for rank in range(self.world_size) if ranks is None else ranks:
-            text = self.read(f"{prefix}/{rank}")
-            if text is not None:
-                found[rank] = json.loads(text)
-        return found
+        texts = {rank: self.read(f"{prefix}/{rank}") for rank in range(self.world_size)}
+        return {rank: json.loads(text) for rank, text in texts.items() if text is not None}
 
     def agree_any(self, name: str, value: bool, *, timeout_s: float) -> bool:
         """Whether any rank passes True. ``name`` must be new for each agreement and the same on all ranks.

@@ -126,15 +126,9 @@ def _remove_parts(target: Path, but: str | None = None) -> None:
 
 def _is_linked(target: Path) -> bool:
     """Whether a symbolic link in the same folder leads to ``target``."""
-    try:
-        entries = list(os.scandir(target.parent))
-    except OSError:
-        return False
-    for entry in entries:
-        if entry.is_symlink() and entry.name != target.name:
-            with contextlib.suppress(OSError):
-                if Path(target.parent, os.readlink(entry.path)).resolve() == target.resolve():
-                    return True
+    with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
+        links = [Path(each) for each in entries if each.is_symlink() and each.name != target.name]
+        return any(link.resolve() == target.resolve() for link in links)
     return False
 
 

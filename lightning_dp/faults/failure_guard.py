@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from lightning_dp.faults.waits import EngineWait, Waits
 from lightning_dp.faults.watchdog import Watchdog
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class FailureGuard:
     """Turns the first failure of any rank into an error on every rank.
 
@@ -41,30 +43,21 @@ class FailureGuard:
         first: The failure that was first, once this rank is failing.
     """
 
-    def __init__(
-        self,
-        *,
-        error_grace_s: float = 3.0,
-        stall_report_s: float = 30.0,
-        is_agreed: Callable[[BaseException], bool] = lambda error: False,
-        engine_wait: Callable[[], EngineWait] = lambda: EngineWait(0),
-        where: Callable[[], str] = str,
-        groups: Callable[[], Sequence[dist.ProcessGroup]] = tuple,
-        on_failure: Callable[[BaseException], None] = lambda error: None,
-    ) -> None:
-        self.error_grace_s = error_grace_s
-        self.stall_report_s = stall_report_s
+    error_grace_s: float = 3.0
+    stall_report_s: float = 30.0
+    is_agreed: Callable[[BaseException], bool] = lambda error: False
+    engine_wait: Callable[[], EngineWait] = lambda: EngineWait(0)
+    where: Callable[[], str] = str
+    groups: Callable[[], Sequence[dist.ProcessGroup]] = tuple
+    on_failure: Callable[[BaseException], None] = lambda error: None
+
+    def __post_init__(self) -> None:
         self.failing = False
         self.first: FailureRecord | None = None
         self.waits = Waits()
-        self._engine_wait = engine_wait
-        self._where = where
-        self._groups = groups
-        self._on_failure = on_failure
         self.sockets = GroupSockets()
         self.channel: FailureChannel | None = None
         self.watchdog: Watchdog | None = None
-        self._is_agreed = is_agreed
         self._interrupter = Interrupter()
         self._hosts_store = False
 
@@ -91,7 +84,7 @@ class FailureGuard:
                         raise replacement from None
                     raise
         except BaseException as error:
-            self.failing = not self._is_agreed(error)  # also if the interrupt hit the handler above
+            self.failing = not self.is_agreed(error)  # also if the interrupt hit the handler above
             raise
         finally:
             self.close()
@@ -103,7 +96,7 @@ class FailureGuard:
         processes: Sequence[ProcessIdentity],
         *,
         thread_store: Store,
-        children: Callable[[], Mapping[int, int]] | None = None,
+        children: Callable[[], Mapping[int, int]] = dict,
         store_host: int = 0,
         parent_pid: int | None = None,
         each_look: Callable[[FailureChannel], None] = lambda channel: None,
@@ -125,7 +118,7 @@ class FailureGuard:
         world_size = len(processes)
         self.close()
         self.channel = FailureChannel(store, rank, world_size)
-        self.waits.open(self.channel, self._engine_wait, self._where)
+        self.waits.open(self.channel, self.engine_wait, self.where)
         self._hosts_store = store_host == rank
         self.watchdog = Watchdog(
             FailureChannel(thread_store, rank, world_size),
@@ -136,8 +129,8 @@ class FailureGuard:
             error_grace_s=self.error_grace_s,
             stall_report_s=self.stall_report_s,
             parent_pid=parent_pid,
-            where=self._where,
-            groups=self._groups,
+            where=self.where,
+            groups=self.groups,
             each_look=each_look,
         )
         self.watchdog.start()
@@ -151,7 +144,7 @@ class FailureGuard:
         channel, self.channel = self.channel, None
         if channel is not None and not self.failing:
             with contextlib.suppress(dist.DistError, RuntimeError):
-                channel.write(f"left/{channel.rank}", "1")
+                channel.leave()
 
     def publish(self, error: BaseException) -> None:
         """Tell all ranks that this one has failed, before it sends anything else. Never raises.
@@ -159,10 +152,10 @@ class FailureGuard:
         Collective: none.
         """
         channel = self.channel
-        if channel is None or self._is_agreed(error) or is_consequence(error):
+        if channel is None or self.is_agreed(error) or is_consequence(error):
             return
         with contextlib.suppress(dist.DistError, RuntimeError):
-            channel.publish(FailureRecord.from_exception(channel.rank, error, self._where()))
+            channel.publish(FailureRecord.from_exception(channel.rank, error, self.where()))
 
     def barrier(self, name: str, plain: Callable[[], None]) -> None:
         """A barrier that can be interrupted, and that all ranks must enter by the same name.
@@ -192,7 +185,7 @@ class FailureGuard:
             The error to raise in its place, or None.
         """
         channel, watchdog = self.channel, self.watchdog
-        if self._is_agreed(error):
+        if self.is_agreed(error):
             return None
         self.failing = True
         if watchdog is not None:
@@ -203,13 +196,13 @@ class FailureGuard:
                 channel,
                 watchdog,
                 error,
-                where=self._where(),
+                where=self.where(),
                 waited_for=self.waits.last,
                 grace_s=self.error_grace_s,
             )
             replacement = explain(self.first, channel, error)
         if channel is not None and self._hosts_store:
             wait_until_read(channel, self.first)
-        self._on_failure(replacement if replacement is not None else error)
+        self.on_failure(replacement if replacement is not None else error)
         self.sockets.close_all()  # ranks blocked in a collective with this one get an error now
         return replacement

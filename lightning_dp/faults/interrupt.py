@@ -42,8 +42,7 @@ class Interrupter:
         self._in_main = threading.current_thread() is threading.main_thread()
         previous: Any = None
         if self._in_main and hasattr(signal, "SIGURG"):
-            previous = signal.getsignal(signal.SIGURG)
-            signal.signal(signal.SIGURG, self._handle)
+            previous = signal.signal(signal.SIGURG, self._handle)
         self._armed = True
         try:
             with self.ctrl_c.watched():

@@ -30,7 +30,7 @@ class ProcessIdentity:
     @classmethod
     def of_this_process(cls) -> ProcessIdentity:
         """The calling process."""
-        return cls(os.getpid(), _start_time(os.getpid()), _machine())
+        return cls(os.getpid(), _stat(os.getpid())[1], _machine())
 
     def is_local(self) -> bool:
         """Whether the process counts in the same namespace on the same machine as the caller."""
@@ -43,29 +43,23 @@ class ProcessIdentity:
             return state not in ("", "Z", "X") and (self.started < 0 or started == self.started)
         try:
             os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
+        except OSError as error:
+            return isinstance(error, PermissionError)
         return True
 
 
-def die_with_parent(parent_pid: int) -> bool:
+def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to end this process (SIGKILL) when its parent ends.
+
+    Where the system cannot do it (anything but Linux), :func:`parent_has_gone` is left.
 
     Args:
         parent_pid: The expected parent. If it has gone already, this process ends at once.
-
-    Returns:
-        False where the system cannot do it (anything but Linux); :func:`parent_has_gone` is left then.
     """
-    if sys.platform != "linux":
-        return False
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        return False
-    if parent_has_gone(parent_pid):  # it ended before the request was made
-        os._exit(1)
-    return True
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if parent_has_gone(parent_pid):  # it ended before the request was made
+            os._exit(1)
 
 
 def parent_has_gone(parent_pid: int) -> bool:
@@ -74,7 +68,7 @@ def parent_has_gone(parent_pid: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State letter and start time of ``pid`` from /proc; ("", -1) when there is no such process."""
+    """State letter and start time of ``pid``; ("", -1) without such a process, or without Linux's /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, ValueError):
@@ -83,15 +77,9 @@ def _stat(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[19])
 
 
-def _start_time(pid: int) -> int:
-    return _stat(pid)[1] if sys.platform == "linux" else -1
-
-
 def _machine() -> str:
-    if sys.platform != "linux":
-        return socket.gethostname()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
+    except OSError:  # not Linux, or a /proc that is closed
         return socket.gethostname()

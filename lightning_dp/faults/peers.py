@@ -8,13 +8,13 @@ because a thread that holds Python's lock in one long call cannot speak.
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from lightning_dp.errors import RankFailedError
 from lightning_dp.faults.channel import FailureChannel
 from lightning_dp.faults.liveness import ProcessIdentity
-from lightning_dp.faults.record import FailureRecord
+from lightning_dp.faults.record import FailureRecord, signal_name
 
 SILENCE_S = 60.0
 _HEARTBEATS_EVERY_S = 5.0
@@ -27,7 +27,7 @@ class Peers:
     Args:
         processes: By rank.
         rank: This rank.
-        children: Exit codes by rank of children that have ended; None for a process without children.
+        children: Exit codes by rank of children that have ended.
         store_host: The rank whose process hosts the store; -1 where none does.
     """
 
@@ -35,7 +35,7 @@ class Peers:
         self,
         processes: Sequence[ProcessIdentity],
         rank: int,
-        children: Callable[[], Mapping[int, int]] | None,
+        children: Callable[[], Mapping[int, int]],
         store_host: int,
     ) -> None:
         self.left: set[int] = set()
@@ -61,19 +61,22 @@ class Peers:
 
         Collective: none.
         """
-        self._note_left(channel)
-        for rank, code in (self._children() if self._children is not None else {}).items():
+        watched = {*self._local, *self._remote, *({self.store_host} - {-1, self._rank})}
+        self.left |= {rank for rank in watched - self.left if channel.has_left(rank)}
+        for rank, code in self._children().items():
             if rank not in self.left:
-                return self._publish(channel, rank, *describe_exit(code))
+                what, exit_with = describe_exit(code)
+                return channel.publish(self._record(rank, what, exit_code=exit_with))
         for rank in self._local:
             if rank in self.left or self._processes[rank].is_alive():
                 continue
             since = self._missing_since.setdefault(rank, time.monotonic())
             if time.monotonic() - since > _SURE_AFTER_S:
-                return self._publish(channel, rank, "its process has ended without a word", 1)
+                what = "its process has ended without a word"
+                return channel.publish(self._record(rank, what))
         for rank in self._silent(channel):
             what = f"nothing was heard of it for {SILENCE_S:.0f} s"
-            return self._publish(channel, rank, what, 1)
+            return channel.publish(self._record(rank, what))
         return None
 
     def store_lost(self, why: str) -> FailureRecord:
@@ -81,17 +84,7 @@ class Peers:
         message = f"the process that hosts the ranks' store has gone ({why})"
         if self.store_host < 0:
             return FailureRecord(-1, "connection lost", message, host="the launching process")
-        process = self._processes[self.store_host]
-        host = "this machine" if process.is_local() else "another machine"
-        return FailureRecord(
-            self.store_host, "connection lost", message, host=host, pid=process.pid
-        )
-
-    def _note_left(self, channel: FailureChannel) -> None:
-        watched = {*self._local, *self._remote, *({self.store_host} - {-1, self._rank})}
-        for rank in watched - self.left:
-            if channel.read(f"left/{rank}") is not None:
-                self.left.add(rank)
+        return self._record(self.store_host, "connection lost", message)
 
     def _silent(self, channel: FailureChannel) -> list[int]:
         now = time.monotonic()
@@ -109,19 +102,23 @@ class Peers:
                 silent.append(rank)
         return silent
 
-    def _publish(self, channel: FailureChannel, rank: int, what: str, code: int) -> FailureRecord:
+    def _record(
+        self, rank: int, what: str, message: str = "", *, exit_code: int = 1
+    ) -> FailureRecord:
         process = self._processes[rank]
         host = "this machine" if process.is_local() else "another machine"
-        record = FailureRecord(rank, what, "", exit_code=code, host=host, pid=process.pid)
-        return channel.publish(record)
+        return FailureRecord(rank, what, message, exit_code=exit_code, host=host, pid=process.pid)
 
 
 def describe_exit(code: int) -> tuple[str, int]:
     """Words for a child's return code, and the code with which its launcher should end."""
     if code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        return f"it was ended by {name}", 1
+        return f"it was ended by {signal_name(-code)}", 1
     return f"it ended with exit code {code}", code or 1
+
+
+def exit_error(rank: int, code: int, when: str, who: str = "[lean_ddp]") -> RankFailedError:
+    """The error that ``rank``, whose process has ended with the return code ``code``, is for the others."""
+    what, exit_with = describe_exit(code)
+    text = f"{who} rank {rank} failed {when}: {what}. Its own output says why."
+    return RankFailedError(text, rank=rank, exit_code=exit_with)

@@ -2,7 +2,7 @@
 
 [Note: nothing in the handler] A signal arrives at any moment of any rank, so its handler may only set
 a flag; a collective in it would meet whatever collective the other ranks are in. The flag travels with
-the next step's gradients (``Control.STOP`` of the control tail), after which all ranks know at the same
+the next step's gradients (``Control.STOP`` of the control block), after which all ranks know at the same
 step. Where no gradients travel, they agree on a point ahead of all of them ([Note: a point ahead]).
 
 [Note: a point ahead] Ranks pass numbered points (batches). A rank that knows of the request tells, at
@@ -45,14 +45,13 @@ class StopRequest:
 
     def reset(self) -> None:
         """A call of the trainer begins: nobody has asked."""
-        self.local_stop = self.requested = self.agreed = self._sent = False
+        self.local_stop = self.requested = self.agreed = False
         self.received: list[int] = []
 
     # Signals
 
     def install(self, signals: tuple[int, ...]) -> None:
         """Handle ``signals``; only the main thread of a process can. Undone by :meth:`remove`."""
-        self.reset()
         for number in signals:
             self.previous[number] = signal.getsignal(number)
             signal.signal(number, self._handle)
@@ -82,11 +81,12 @@ class StopRequest:
 
     def share(self, channel: FailureChannel) -> None:
         """Tell the others, or hear of it; called now and then by the watching thread. Collective: none."""
-        if self.local_stop and not self._sent:
+        if self.requested:
+            return
+        if self.local_stop:
             channel.write(_REQUEST, "1")
-            self._sent = True
             self.requested = True
-        elif not self.requested:
+        else:
             self.requested = channel.read(_REQUEST) is not None
 
 
@@ -167,11 +167,3 @@ def signal_numbers(names: Sequence[str]) -> tuple[int, ...]:
             )
         numbers.append(int(number))
     return tuple(numbers)
-
-
-def name_of(signum: int) -> str:
-    """The name of a signal."""
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"

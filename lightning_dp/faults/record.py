@@ -7,8 +7,8 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import socket
-import time
 import traceback
 
 import torch.distributed as dist
@@ -40,7 +40,6 @@ class FailureRecord:
         exit_code: The exit code that the failing process asks for.
         host: Name of the machine.
         pid: Its process.
-        time_s: Seconds since the epoch.
         where: What the rank was doing ("fit, step 12"); may be empty.
     """
 
@@ -51,7 +50,6 @@ class FailureRecord:
     exit_code: int = 1
     host: str = dataclasses.field(default_factory=socket.gethostname)
     pid: int = dataclasses.field(default_factory=os.getpid)
-    time_s: float = dataclasses.field(default_factory=time.time)
     where: str = ""
 
     @classmethod
@@ -141,6 +139,14 @@ def is_consequence(exc: BaseException) -> bool:
             return True
         current = current.__cause__ or current.__context__
     return False
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def first_line(text: str) -> str:

@@ -37,25 +37,15 @@ class GroupSockets:
         after = _connections(self.spared_port)
         self._known.update({fd: ino for fd, ino in after.items() if before.get(fd) != ino})
 
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def close_all(self) -> int:
-        """Shut both directions of every remembered connection down; return how many there were."""
-        if (
-            os.getpid() != self.pid
-        ):  # a forked data-loader worker must not cut its parent's connections
-            return 0
-        closed = 0
-        now = _connections(self.spared_port)
-        for fd, inode in self._known.items():
-            if now.get(fd) != inode:
-                continue
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
-                sock.shutdown(socket.SHUT_RDWR)
-                closed += 1
+    def close_all(self) -> None:
+        """Shut both directions of every remembered connection down."""
+        if os.getpid() != self.pid:  # a forked worker must not cut its parent's connections
+            return
+        for fd, inode in _connections(self.spared_port).items():
+            if self._known.get(fd) == inode:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
         self._known.clear()
-        return closed
 
 
 def _connections(spared_port: int) -> dict[int, int]:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from lightning_dp.faults.channel import FailureChannel
 from lightning_dp.faults.interrupt import Interrupter
 from lightning_dp.faults.liveness import parent_has_gone
 from lightning_dp.faults.peers import Peers
-from lightning_dp.faults.record import FailureRecord
+from lightning_dp.faults.record import FailureRecord, first_line
 from lightning_dp.faults.sockets import GroupSockets
 from lightning_dp.faults.store import empty_store
 from lightning_dp.faults.waits import (
@@ -45,6 +46,7 @@ _REPORT_WAITS_AFTER_S = 1.0
 _DEADLOCK_AFTER_S = 2.0
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Watches the other ranks while this one is in a call of the trainer.
 
@@ -62,34 +64,22 @@ class Watchdog:
         each_look: Called at each look.
     """
 
-    def __init__(
-        self,
-        channel: FailureChannel,
-        peers: Peers,
-        waits: Waits,
-        interrupter: Interrupter,
-        sockets: GroupSockets,
-        *,
-        error_grace_s: float,
-        stall_report_s: float,
-        parent_pid: int | None,
-        where: Callable[[], str],
-        groups: Callable[[], Sequence[dist.ProcessGroup]],
-        each_look: Callable[[FailureChannel], None],
-    ) -> None:
-        self.channel = channel
+    channel: FailureChannel
+    peers: Peers
+    waits: Waits
+    interrupter: Interrupter
+    sockets: GroupSockets
+    _: KW_ONLY
+    error_grace_s: float
+    stall_report_s: float
+    parent_pid: int | None
+    where: Callable[[], str]
+    groups: Callable[[], Sequence[dist.ProcessGroup]]
+    each_look: Callable[[FailureChannel], None]
+
+    def __post_init__(self) -> None:
         self.first: FailureRecord | None = None
         self.unwinding = False  # the training thread is on its way out already
-        self._each_look = each_look
-        self._peers = peers
-        self._waits = waits
-        self._interrupter = interrupter
-        self._sockets = sockets
-        self._grace_s = error_grace_s
-        self._stall_report_s = stall_report_s
-        self._parent_pid = parent_pid
-        self._where = where
-        self._groups = groups
         self._told_at = 0.0
         self._cut = False
         self._answered = ""
@@ -126,26 +116,26 @@ class Watchdog:
             try:
                 self._look()
             except (dist.DistError, RuntimeError) as error:
-                if self._stop.is_set() or self._peers.store_host_left:
+                if self._stop.is_set() or self.peers.store_host_left:
                     return
                 self._store_lost(error)
 
     def _look(self) -> None:
         """One round."""
-        if self._parent_pid is not None and parent_has_gone(self._parent_pid):
+        if self.parent_pid is not None and parent_has_gone(self.parent_pid):
             self._exit("the process that started this rank has gone", 1)
-        self._interrupter.ctrl_c.look()
+        self.interrupter.ctrl_c.look()
         self._answered = self.channel.answer_ping(self._answered)
         if self.first is None:
-            self.first = self.channel.first() or self._peers.find_dead(self.channel)
-        if self.first is None and self._interrupter.ctrl_c.is_stuck(self._grace_s):
-            record = FailureRecord.interrupted(self.channel.rank, self._where())
+            self.first = self.channel.first() or self.peers.find_dead(self.channel)
+        if self.first is None and self.interrupter.ctrl_c.is_stuck(self.error_grace_s):
+            record = FailureRecord.interrupted(self.channel.rank, self.where())
             self.first = self.channel.publish(record)
         if self.first is not None:
             self._act(self.first)
             return
         self._tell()
-        self._each_look(self.channel)
+        self.each_look(self.channel)
 
     # Failure
 
@@ -161,24 +151,25 @@ class Watchdog:
             return
         rank, world_size = self.channel.rank, self.channel.world_size
         waited = now - self._told_at
-        if waited > 2 * self._grace_s:
+        if waited > 2 * self.error_grace_s:
             self._exit(record.headline(), record.exit_code)
-        if waited > self._grace_s and not self._cut:
+        if waited > self.error_grace_s and not self._cut:
             self._cut = True
-            end_collectives(self._groups(), self._sockets.close_all)
+            end_collectives(self.groups(), self.sockets.close_all)
         if record.rank != rank:  # its own Ctrl+C is raised as soon as it looks
-            self._interrupter.fire(lambda: record.to_error(rank, world_size))
+            self.interrupter.fire(lambda: record.to_error(rank, world_size))
 
     def _store_lost(self, error: BaseException) -> None:
         """The process that hosts the store has gone, and the store with it."""
         if self.first is None:
-            self.first = self._peers.store_lost(_brief(error))
+            self.first = self.peers.store_lost(first_line(str(error)) or type(error).__name__)
             self._told_at = time.monotonic()
             log.error("lean_ddp: %s", self.first.headline())
         if self.unwinding:
             self._stop.set()
             return
-        self.channel = _Silent(self.channel)
+        # Nobody hears what is said from here on.
+        self.channel = FailureChannel(empty_store(), self.channel.rank, self.channel.world_size)
         self._act(self.first)
 
     def _exit(self, why: str, code: int) -> None:
@@ -194,22 +185,22 @@ class Watchdog:
     def _tell(self) -> None:
         """Publish what this rank waits for; explain a stall; prove a deadlock."""
         now = time.monotonic()
-        wait = self._waits.look()
+        wait = self.waits.look()
         age = now - wait.since if wait is not None else 0.0
         if age < _REPORT_WAITS_AFTER_S and now < self._next_heartbeat:
             return
         self._next_heartbeat = now + HEARTBEAT_S
         self._heartbeats += 1
-        report = {**self._waits.report(), "heartbeat": self._heartbeats}
+        report = {**self.waits.report(), "heartbeat": self._heartbeats}
         self.channel.write(f"heartbeat/{self.channel.rank}", json.dumps(report))
         if wait is None or age < _DEADLOCK_AFTER_S:
             self._suspect = None
             return
         reports = self.channel.read_ranks("heartbeat")
-        for rank in self._peers.left & set(reports):
+        for rank in self.peers.left & set(reports):
             reports[rank] = {**reports[rank], "gone": True, "what": "", "heartbeat": -1}
         self._check_deadlock(reports)
-        if self._stall_report_s and age > self._stall_report_s and not wait.reported:
+        if self.stall_report_s and age > self.stall_report_s and not wait.reported:
             wait.reported = True
             text = describe_stall(self.channel.rank, wait, reports)
             log.warning("lean_ddp: no progress.\n%s", text)
@@ -233,20 +224,9 @@ class Watchdog:
                 error_type="deadlock",
                 message=f"ranks wait for each other: {'; '.join(places)}. {ADVICE}",
                 host="the ranks",
-                where=self._where(),
+                where=self.where(),
             )
         )
-
-
-class _Silent(FailureChannel):
-    """Stands in for a channel whose store has gone."""
-
-    def __init__(self, lost: FailureChannel) -> None:
-        super().__init__(empty_store(), lost.rank, lost.world_size)
-
-
-def _brief(error: BaseException) -> str:
-    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
 
 
 def end_collectives(groups: Sequence[dist.ProcessGroup], cut_sockets: Callable[[], Any]) -> None:

@@ -40,42 +40,41 @@ _BECOME = (
 
 
 class Children:
-    """The other ranks of this machine."""
+    """The other ranks of this machine.
+
+    Attributes:
+        processes: By rank.
+    """
 
     def __init__(self) -> None:
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self.pid = os.getpid()
-
-    @property
-    def processes(self) -> list[subprocess.Popen[bytes]]:
-        """In order of rank."""
-        return [self._processes[rank] for rank in sorted(self._processes)]
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(
         self, rank: int, command: Sequence[str], env: Mapping[str, str], cwd: str | None
     ) -> None:
         """Start ``rank``; it ends with this process."""
-        full = {**env, PARENT_VARIABLE: str(self.pid)}
+        pid = str(os.getpid())
         wrapped = list(command)
         if sys.platform == "linux" and threading.current_thread() is threading.main_thread():
-            wrapped = [sys.executable, "-I", "-S", "-c", _BECOME, str(self.pid), *command]
-        self._processes[rank] = subprocess.Popen(wrapped, env=full, cwd=cwd)
+            wrapped = [sys.executable, "-I", "-S", "-c", _BECOME, pid, *command]
+        self.processes[rank] = subprocess.Popen(
+            wrapped, env={**env, PARENT_VARIABLE: pid}, cwd=cwd
+        )
 
     def ended(self) -> dict[int, int]:
         """Return codes, by rank, of those that have ended."""
-        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        codes = {rank: process.poll() for rank, process in self.processes.items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def running(self) -> list[int]:
         """Ranks that have not ended."""
-        ended = self.ended()
-        return [rank for rank in sorted(self._processes) if rank not in ended]
+        return [rank for rank, process in self.processes.items() if process.poll() is None]
 
     def send(self, signum: int) -> None:
         """Send a signal to all that run."""
         for rank in self.running():
             with contextlib.suppress(ProcessLookupError):
-                self._processes[rank].send_signal(signum)
+                self.processes[rank].send_signal(signum)
 
     def wait(self, limit_s: float) -> None:
         """Wait until all have ended; after 30 s it is said who is waited for.
@@ -94,7 +93,7 @@ class Children:
                 log.warning("lean_ddp: rank(s) %s did not stop: ending them.", _names(running))
         finally:  # also after Ctrl+C: whoever waits for them no longer wants them
             self.send(signal.SIGKILL)
-            for process in self.processes:
+            for process in self.processes.values():
                 process.wait()
 
     def _have_ended(self, timeout_s: float) -> bool:

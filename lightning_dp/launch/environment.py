@@ -1,14 +1,14 @@
 """Is this process what the environment says it is? Checked before anything waits.
 
-Each problem is told with what was seen and the line that fixes it. Everything here is pure: it reads a
-mapping and numbers, so that ``lean-ddp doctor`` can use it too.
+Each problem is told with what was seen and the line that fixes it. The checks are pure: they read a
+mapping and numbers, so that ``lean-ddp doctor`` can use them too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from lightning_dp.errors import LaunchError
@@ -24,6 +24,21 @@ _KINDS = {
     "SLURMEnvironment": "slurm",
 }
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+INHERITED = (*RANK_VARIABLES, PARENT_VARIABLE, PID_VARIABLE)  # by what a rank starts
+
+
+def remember_variables(*names: str) -> Callable[[], None]:
+    """Remember ``INHERITED`` and ``names`` of this process's environment; return what puts them back."""
+    before = {name: os.environ.get(name) for name in (*INHERITED, *names)}
+
+    def put_back() -> None:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    return put_back
 
 
 def started_by_srun(environment: Mapping[str, str]) -> bool:
@@ -114,7 +129,7 @@ def _check_inherited(place: Placement, environment: Mapping[str, str]) -> None:
     owner = environment.get(PID_VARIABLE)
     alone = place.wanted == 1 and place.local_rank == 0  # meets nobody, whatever it has inherited
     if place.kind == "lightning" and owner and int(owner) != place.pid and not alone:
-        names = " ".join(f"-u {name}" for name in (*RANK_VARIABLES, PARENT_VARIABLE, PID_VARIABLE))
+        names = " ".join(f"-u {name}" for name in INHERITED)
         raise LaunchError(
             f"[lean_ddp] this process ({place.pid}) has inherited the environment of rank "
             f"{environment.get('LOCAL_RANK', '?')} of another run (process {owner}): it was started "

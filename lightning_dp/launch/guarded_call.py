@@ -17,8 +17,6 @@ from lightning_dp.launch.stopping import Stopper
 from lightning_dp.launch.view import Engine, View
 from lightning_dp.options import FaultOptions
 
-_AGREEMENT_TIMEOUT_S = 1800.0
-
 
 class GuardedCall:
     """One call of the trainer (``fit``, ``validate``, ``test``, ``predict``) after the other.
@@ -96,11 +94,9 @@ class GuardedCall:
             trainer,
             self.stop,
             self.guard,
-            on_preempt=self.options.on_preempt,
-            signals=self.signals,
-            timeout_s=_AGREEMENT_TIMEOUT_S,
-            window_is_closed=self._view.window_is_closed,
-            tail_carries_stop=self._view.tail_carries_stop,
+            self._view,
+            self.options.on_preempt,
+            self.signals,
         )
         if self.options.on_preempt != "ignore":
             stopper.install()

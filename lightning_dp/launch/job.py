@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from lightning_dp.engine.waiting import poll_until
-from lightning_dp.errors import LaunchError, RankFailedError
+from lightning_dp.errors import LaunchError
 from lightning_dp.faults.liveness import ProcessIdentity
-from lightning_dp.faults.peers import describe_exit
+from lightning_dp.faults.peers import exit_error
 from lightning_dp.faults.store import Store
 from lightning_dp.launch import exit_code
 from lightning_dp.launch.children import Children
-from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
+from lightning_dp.launch.environment import remember_variables
 from lightning_dp.launch.stores import RankStore
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,7 @@ class Job:
         self.rank = 0
         self.world_size = 1
         self._pid = os.getpid()
-        names = (*RANK_VARIABLES, PARENT_VARIABLE, PID_VARIABLE)
-        self._env = {name: os.environ.get(name) for name in names}
+        self._put_variables_back = remember_variables()
 
     def check_peers(self) -> None:
         """Raise if a rank that is about to be met has ended already.
@@ -78,13 +77,7 @@ class Job:
             LaunchError: The program of rank 0 is over.
         """
         for rank, code in self.children.ended().items():
-            what, exit_with = describe_exit(code)
-            raise RankFailedError(
-                f"[lean_ddp rank {self.rank}/{self.world_size}] rank {rank} failed first: {what}. Its own "
-                "output says why.",
-                rank=rank,
-                exit_code=exit_with,
-            )
+            raise exit_error(rank, code, "first", f"[lean_ddp rank {self.rank}/{self.world_size}]")
         if self.hosted is None or self.rank == 0 or self.first_process is None:
             return
         if self.hosted.store.check([_exiting(self.first_process)]):
@@ -111,11 +104,7 @@ class Job:
                 dist.destroy_process_group()
         error = self._reap(failed)
         self.hosted = None
-        for name, value in self._env.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        self._put_variables_back()
         return None if failed else error
 
     @contextlib.contextmanager
@@ -146,11 +135,10 @@ class Job:
 
     def _reap(self, failed: bool) -> BaseException | None:
         self.children.wait(3 * self.grace_s if failed else math.inf)
-        for rank, code in sorted(self.children.ended().items()):
-            if code not in ((0, exit_code.PREEMPTED, -signal.SIGTERM) if self.preempted else (0,)):
-                what, exit_with = describe_exit(code)
-                message = f"[lean_ddp] rank {rank} failed after training: {what}. Its own output says why."
-                return RankFailedError(message, rank=rank, exit_code=exit_with)
+        good = (0, exit_code.PREEMPTED, -signal.SIGTERM) if self.preempted else (0,)
+        for rank, code in self.children.ended().items():
+            if code not in good:
+                return exit_error(rank, code, "after training")
         return None
 
     def at_exit(self) -> None:
@@ -214,7 +202,7 @@ def begin(key: str, grace_s: float) -> Job:
         )
     exit_code.arm()
     job = _current = Job(key, grace_s)
-    atexit.register(_at_exit, job)
+    atexit.register(job.at_exit)
     return job
 
 
@@ -224,11 +212,7 @@ def end(failed: bool) -> BaseException | None:
     job = current()
     if job is None:
         return None
-    atexit.unregister(_at_exit)
+    atexit.unregister(job.at_exit)
     _current = None
     _spent.add(job.key)
     return job.end(failed)
-
-
-def _at_exit(job: Job) -> None:
-    job.at_exit()

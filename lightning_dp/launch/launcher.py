@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -21,10 +22,6 @@ from lightning_dp.launch.command import Program, check_repeatable, child_command
 from lightning_dp.launch.environment import PID_VARIABLE, Placement, check_placement
 from lightning_dp.launch.guarded_call import GuardedCall
 from lightning_dp.launch.stores import host_store
-
-if TYPE_CHECKING:
-    import subprocess
-
 
 log = logging.getLogger(__name__)
 
@@ -55,16 +52,6 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         self.num_nodes = num_nodes
         self._call = call
 
-    @property
-    def procs(self) -> list[subprocess.Popen[bytes]]:
-        """The processes that were started."""
-        job = jobs.current()
-        return job.children.processes if job is not None else []
-
-    @procs.setter
-    def procs(self, value: Any) -> None:
-        """Lightning's base class assigns an empty list."""
-
     def launch(
         self,
         function: Callable[..., Any],
@@ -84,13 +71,12 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         hydra_job = hydra_seams.hydra_job()
         place = Placement.of(self.cluster_environment, self.num_processes, self.num_nodes)
-        _say(check_placement(place, os.environ))
+        for text in check_placement(place, os.environ):
+            rank_zero_only(log.warning)(text)
         job = self._call.begin_job(_job_key(hydra_job))
         if hydra_job is not None and not job.ends_with_job:
-            is_sweep = bool(hydra_job.launcher)
-            job.ends_with_job = hydra_seams.on_hydra_job_end(
-                lambda error: _end_job(error, is_sweep=is_sweep)
-            )
+            act = partial(_end_job, is_sweep=bool(hydra_job.launcher))
+            job.ends_with_job = hydra_seams.on_hydra_job_end(act)
         if not self.cluster_environment.creates_processes_externally and self._wanted > 1:
             with job.unfinished():
                 self._start(job, hydra_job)
@@ -144,12 +130,6 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
             cwd = hydra_job.cwd if hydra_job is not None else program.cwd
             command = child_command(program, hydra_job, local_rank, pinned=pinned)
             job.children.start(rank, command, env, cwd)
-
-
-@rank_zero_only
-def _say(warnings: Iterable[str]) -> None:
-    for text in warnings:
-        log.warning(text)
 
 
 def _end_job(error: BaseException | None, *, is_sweep: bool) -> BaseException | None:

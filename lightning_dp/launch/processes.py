@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from lightning_dp.engine.waiting import poll_until
 from lightning_dp.errors import ConfigError, LaunchError, RankFailedError
 from lightning_dp.faults.liveness import die_with_parent
-from lightning_dp.faults.peers import describe_exit
+from lightning_dp.faults.peers import exit_error
 from lightning_dp.faults.record import FailureRecord, is_consequence
 from lightning_dp.faults.store import Store
 from lightning_dp.internals import binding
@@ -26,7 +26,7 @@ from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals.lightning import SIGTERMException, pl
 from lightning_dp.internals.patch import patched
 from lightning_dp.launch import exit_code
-from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
+from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, remember_variables
 from lightning_dp.launch.guarded_call import GuardedCall
 from lightning_dp.launch.stores import STORE_VARIABLE, host_store, reach_store
 
@@ -114,26 +114,20 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         fork that inherits it, would wait forever for the store's thread when it collects garbage. So the
         list is emptied.
         """
-        names = (*RANK_VARIABLES, STORE_VARIABLE, PARENT_VARIABLE, PID_VARIABLE, binding.VARIABLE)
-        before = {name: os.environ.get(name) for name in names}
+        put_back = remember_variables(STORE_VARIABLE, binding.VARIABLE)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         hosted = host_store()
         stores, port = [hosted.store], hosted.port
         del hosted
         os.environ[STORE_VARIABLE] = f"127.0.0.1:{port}"
         os.environ["MASTER_PORT"] = str(port)
-        os.environ[binding.VARIABLE] = (
-            binding.bound().package
-        )  # a spawned rank imports in another order
+        # A spawned rank imports in another order.
+        os.environ[binding.VARIABLE] = binding.bound().package
         try:
             yield stores
         finally:
             stores.clear()
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            put_back()
 
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
@@ -142,7 +136,6 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in signals}
         launching = os.getpid()
 
         def forward(number: int, _: object) -> None:
@@ -152,8 +145,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
             self._forwarded.add(number)
             self.kill(number)
 
-        for number in signals:
-            signal.signal(number, forward)
+        before = {number: signal.signal(number, forward) for number in signals}
         try:
             yield
         finally:
@@ -176,10 +168,7 @@ class LeanProcessLauncher(run_seams.ProcessLauncher):  # type: ignore[misc]
         code = self.procs[rank].exitcode  # better than what another rank saw of its end
         if code is not None and -code in self._forwarded:  # asked to stop before it had a handler
             return SIGTERMException(exit_code.PREEMPTED)
-        what, exit_with = describe_exit(-signal.SIGKILL if code is None else code)
-        return RankFailedError(
-            f"[lean_ddp] rank {rank} failed first: {what}.", rank=rank, exit_code=exit_with
-        )
+        return exit_error(rank, -signal.SIGKILL if code is None else code, "first")
 
     def _wrapping_function(
         self,

@@ -35,15 +35,11 @@ class Rendezvous:
 
     Attributes:
         store: Reached by all ranks; its prefix is new.
-        rank: This rank.
-        world_size: How many ranks.
         members: What each rank brought, by rank.
         processes: The process of each rank, by rank.
     """
 
     store: Store
-    rank: int
-    world_size: int
     members: tuple[dict[str, Any], ...]
     processes: tuple[ProcessIdentity, ...]
 
@@ -82,8 +78,6 @@ def rendezvous(
         name, roll = _answer_roll_call(store, rank, world_size, nonce, timeout_s, check)
     return Rendezvous(
         store=with_prefix(f"rendezvous/{name}", store),
-        rank=rank,
-        world_size=world_size,
         members=tuple(entry["info"] for entry in roll),
         processes=tuple(ProcessIdentity(**entry["process"]) for entry in roll),
     )

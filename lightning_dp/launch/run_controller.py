@@ -116,7 +116,7 @@ class RunController:
             run_seams.one_device_is_alone()
             store = with_prefix("group", met.store)
             with self._guard.sockets.recording():
-                self._make_group(strategy, store, met.rank, met.world_size)
+                self._make_group(strategy, store, job.rank, job.world_size)
         self._watch(job, met, outlives_ranks=hosted.outlives_ranks)
 
     @staticmethod
@@ -136,10 +136,10 @@ class RunController:
         parent = os.environ.get(PARENT_VARIABLE)
         self._guard.open(
             with_prefix("guard", met.store),
-            met.rank,
+            job.rank,
             met.processes,
             thread_store=with_prefix("guard", met.store.clone()),
-            children=job.children.ended if job.children.processes else None,
+            children=job.children.ended,
             store_host=-1 if outlives_ranks else 0,
             parent_pid=int(parent) if parent else None,
             each_look=self._call.stop.share,

@@ -8,6 +8,7 @@ set back to its start, and a resumed run does the whole validation again.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -17,50 +18,41 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dp.faults.failure_guard import FailureGuard
-from lightning_dp.faults.preemption import StopLine, StopRequest, name_of
+from lightning_dp.faults.preemption import StopLine, StopRequest
+from lightning_dp.faults.record import signal_name
 from lightning_dp.internals import loops as loop_seams
 from lightning_dp.internals import runs as run_seams
 from lightning_dp.internals import trainer as trainer_seams
 from lightning_dp.internals.lightning import ModelCheckpoint, SIGTERMException, TrainerFn, pl
 from lightning_dp.launch.exit_code import PREEMPTED
+from lightning_dp.launch.view import View
 
 log = logging.getLogger(__name__)
 
+_AGREEMENT_TIMEOUT_S = 1800.0  # for the other ranks, where all must agree
 
+
+@dataclasses.dataclass(eq=False)
 class Stopper:
     """Brings one call of the trainer to an early, agreed end.
 
     Args:
         trainer: Whose call.
-        preemption: The request.
+        request: To stop, on this rank.
         guard: Reaches the other ranks.
+        view: Says where the window is, and whether gradients carry the request.
         on_preempt: "checkpoint" or "stop".
         signals: Numbers of the signals that ask for it.
-        timeout_s: Seconds to wait for the other ranks where all must agree.
-        window_is_closed: Whether no accumulation is going on.
-        tail_carries_stop: Whether gradients carry the request (automatic optimization).
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        preemption: StopRequest,
-        guard: FailureGuard,
-        *,
-        on_preempt: str,
-        signals: tuple[int, ...],
-        timeout_s: float,
-        window_is_closed: Callable[[], bool],
-        tail_carries_stop: Callable[[], bool],
-    ) -> None:
-        self._trainer = trainer
-        self._preemption = preemption
-        self._guard = guard
-        self._on_preempt = on_preempt
-        self._signals = signals
-        self._timeout_s = timeout_s
-        self._window_is_closed = window_is_closed
-        self._tail_carries_stop = tail_carries_stop
+    trainer: pl.Trainer
+    request: StopRequest
+    guard: FailureGuard
+    view: View
+    on_preempt: str
+    signals: tuple[int, ...]
+
+    def __post_init__(self) -> None:
         self._line: StopLine | None = None
         self._evaluations = 0
         self._points = 0
@@ -70,12 +62,12 @@ class Stopper:
     def install(self) -> None:
         """Take over the signals and the places where the loops look. Undone by :meth:`remove`."""
         if threading.current_thread() is threading.main_thread():  # only there signals are handled
-            self._preemption.install(self._signals)
+            self.request.install(self.signals)
             self._undo.append(self._remove_handlers)
         self._undo += [
-            run_seams.replace_signal_handlers(self._trainer, self._preemption.note),
-            loop_seams.silence_per_batch_broadcast(self._trainer),
-            loop_seams.after_each_batch(self._trainer, self._after_batch),
+            run_seams.replace_signal_handlers(self.trainer, self.request.note),
+            loop_seams.silence_per_batch_broadcast(self.trainer),
+            loop_seams.after_each_batch(self.trainer, self._after_batch),
         ]
 
     def remove(self) -> None:
@@ -84,53 +76,53 @@ class Stopper:
             self._undo.pop()()
 
     def _remove_handlers(self) -> None:
-        run_seams.forget_handlers(self._trainer, self._preemption.previous)
-        self._preemption.remove()
+        run_seams.forget_handlers(self.trainer, self.request.previous)
+        self.request.remove()
 
     def is_agreed(self, error: BaseException) -> bool:
         """Whether all ranks end with ``error`` together."""
-        return self._preemption.agreed and isinstance(error, SIGTERMException)
+        return self.request.agreed and isinstance(error, SIGTERMException)
 
     # Where the loops pass
 
     def _after_batch(self) -> None:
         """After each batch; nothing is asked of anybody while no stop was requested."""
-        preemption = self._preemption
-        if not (preemption.agreed or preemption.requested or preemption.local_stop):
+        request, trainer = self.request, self.trainer
+        if not (request.agreed or request.requested or request.local_stop):
             return
-        if not self._window_is_closed():
+        if not self.view.window_is_closed():
             return  # its gradients would be lost, or its checkpoint postponed
-        trainer = self._trainer
-        if trainer.training:
-            self._after_train_batch()
-        elif preemption.agreed:
-            self._leave_evaluation()
-        else:
-            self._points += 1
-            is_last = loop_seams.evaluation_is_at_its_end(trainer)
-            if self._stop_line("evaluation").is_due(self._points, is_last=is_last):
-                preemption.agree()
-                self._leave_evaluation()
-
-    def _after_train_batch(self) -> None:
-        preemption, trainer = self._preemption, self._trainer
-        if not preemption.agreed and not self._tail_carries_stop():
-            due = self._stop_line("training").is_due(trainer.fit_loop.total_batch_idx)
-            if due:
-                preemption.agree()
-        if preemption.agreed:
+        if not request.agreed and self._stops_here():
+            request.agree()
+        if request.agreed and trainer.training:
             loop_seams.set_received_sigterm(trainer)
+        elif request.agreed:
+            self._leave_evaluation()
+
+    def _stops_here(self) -> bool:
+        """Whether all ranks stop after this batch. Collective: see :meth:`StopLine.is_due`."""
+        if self.trainer.training:
+            batch = self.trainer.fit_loop.total_batch_idx
+            return not self.view.gradients_carry_stop() and self._stop_line("training").is_due(
+                batch
+            )
+        self._points += 1
+        is_last = loop_seams.evaluation_is_at_its_end(self.trainer)
+        return self._stop_line("evaluation").is_due(self._points, is_last=is_last)
+
+    @property
+    def _fits(self) -> bool:
+        return self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking
 
     def evaluation_starts(self) -> None:
         """A validation, test or prediction begins, on every rank."""
         self._evaluations += 1
         self._points = 0
         self._line = None
-        trainer = self._trainer
-        self._before_validation = None
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._before_validation = loop_seams.validation_progress(trainer)
-        if self._preemption.agreed and self._window_is_closed():
+        self._before_validation = (
+            loop_seams.validation_progress(self.trainer) if self._fits else None
+        )
+        if self.request.agreed and self.view.window_is_closed():
             self._leave_evaluation()
 
     def evaluation_ends(self) -> None:
@@ -138,30 +130,30 @@ class Stopper:
 
         Collective: every rank, once for each evaluation. Blocks.
         """
-        preemption, channel, trainer = self._preemption, self._guard.channel, self._trainer
-        stop = preemption.local_stop or preemption.requested
-        if channel is not None and not preemption.agreed:
-            with self._guard.waits.waiting("the end of the evaluation"):
+        request, channel = self.request, self.guard.channel
+        stop = request.local_stop or request.requested
+        if channel is not None and not request.agreed:
+            with self.guard.waits.waiting("the end of the evaluation"):
                 name = f"evaluation/{self._evaluations}"
-                stop = channel.agree_any(name, stop, timeout_s=self._timeout_s)
+                stop = channel.agree_any(name, stop, timeout_s=_AGREEMENT_TIMEOUT_S)
         self._line = None
         if not stop:
             return
-        preemption.agree()
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+        request.agree()
+        if not self._fits:
             raise SIGTERMException(PREEMPTED)
-        if self._window_is_closed():
-            loop_seams.set_received_sigterm(trainer)
+        if self.view.window_is_closed():
+            loop_seams.set_received_sigterm(self.trainer)
 
     def _stop_line(self, kind: str) -> StopLine:
         if self._line is None:
-            self._line = StopLine(self._guard.channel, f"stop/{kind}/{self._evaluations}")
+            self._line = StopLine(self.guard.channel, f"stop/{kind}/{self._evaluations}")
         return self._line
 
     def _leave_evaluation(self) -> None:
         """Leave at once; a resumed run evaluates from the start ([Note: where a run stops])."""
         if self._before_validation is not None:
-            loop_seams.rewind_validation(self._trainer, self._before_validation)
+            loop_seams.rewind_validation(self.trainer, self._before_validation)
         raise SIGTERMException(PREEMPTED)
 
     # The end
@@ -176,34 +168,32 @@ class Stopper:
         """
         assert isinstance(error, SystemExit)
         error.code = PREEMPTED
-        trainer, preemption, channel = self._trainer, self._preemption, self._guard.channel
-        preemption.agreed = True
-        requeue = any(number not in self._signals for number in preemption.received)
+        trainer, request, channel = self.trainer, self.request, self.guard.channel
+        request.agree()
+        requeue = any(number not in self.signals for number in request.received)
         if channel is not None:
-            requeue = channel.agree_any("stop/requeue", requeue, timeout_s=self._timeout_s)
-        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+            requeue = channel.agree_any("stop/requeue", requeue, timeout_s=_AGREEMENT_TIMEOUT_S)
         with trainer_seams.called_from_here(trainer):  # all ranks save: they may communicate
-            requeued = requeue and fitting and run_seams.requeue_on_slurm(trainer)
-        if requeued:
-            rank_zero_info(f"lean_ddp: stopped at step {trainer.global_step}; the job is requeued.")
-            return
-        saved = ""
-        if fitting and self._on_preempt == "checkpoint":
-            path = checkpoint_path(trainer)
-            if path is None:
-                saved = (
-                    "; nothing was saved, because checkpointing is off (enable_checkpointing=False)"
+            if requeue and self._fits and run_seams.requeue_on_slurm(trainer):
+                rank_zero_info(
+                    f"lean_ddp: stopped at step {trainer.global_step}; the job is requeued."
                 )
-            else:
-                with trainer_seams.called_from_here(trainer):
-                    trainer.save_checkpoint(path, weights_only=False)
-                saved = f"; checkpoint: {path}"
-        names = ", ".join(sorted({name_of(number) for number in preemption.received}))
+                return
+            saved = self._save() if self._fits and self.on_preempt == "checkpoint" else ""
+        names = ", ".join(sorted({signal_name(number) for number in request.received}))
         why = f" ({names})" if names else ""
         rank_zero_info(
             f"lean_ddp: asked to stop{why}: stopped at step {trainer.global_step} on all "
             f"ranks{saved}."
         )
+
+    def _save(self) -> str:
+        """Write the checkpoint, and say where. Collective: every rank. Blocks."""
+        path = checkpoint_path(self.trainer)
+        if path is None:
+            return "; nothing was saved, because checkpointing is off (enable_checkpointing=False)"
+        self.trainer.save_checkpoint(path, weights_only=False)
+        return f"; checkpoint: {path}"
 
 
 def checkpoint_path(trainer: pl.Trainer) -> str | None:

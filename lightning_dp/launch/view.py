@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_dp.engine.bucket import Bucket
 from lightning_dp.engine.reduction.reducer import Reducer
 from lightning_dp.engine.reduction.window import AccumulationWindow
-from lightning_dp.faults.waits import OPENINGS, EngineWait
+from lightning_dp.faults.waits import GRADIENTS, OPENINGS, EngineWait
 from lightning_dp.internals.lightning import pl
 
 
@@ -53,34 +53,32 @@ class View:
         """Whether no accumulation is going on."""
         return self.engine.window.micro_batches == 0
 
-    def tail_carries_stop(self) -> bool:
+    def gradients_carry_stop(self) -> bool:
         """Whether gradients carry the request to stop (automatic optimization on several ranks)."""
-        reducer = self.engine.reducer
-        module = self.trainer.lightning_module if self.trainer is not None else None
-        carries = (
-            module is not None and module.automatic_optimization and not self.engine.window.is_local
-        )
-        return carries and reducer is not None and reducer.group.world_size > 1
+        reducer, trainer = self.engine.reducer, self.trainer
+        if reducer is None or trainer is None or self.engine.window.is_local:
+            return False
+        return reducer.group.world_size > 1 and trainer.lightning_module.automatic_optimization
 
     def engine_wait(self) -> EngineWait:
         """What the engine waits for; asked by the watching thread."""
         reducer = self.engine.reducer
         if reducer is None:
             return EngineWait(0)
-        begun, openings, bucket = reducer.begun, reducer.openings, reducer.waiting_for
+        begun, openings = reducer.begun, reducer.openings
+        of_gradients, of_parameters = reducer.waiting_for, self.engine.awaited
+        what, kind, bucket = "", GRADIENTS, None
         if reducer.is_opening:
+            kind = OPENINGS
             what = (
                 f"the ranks to say what they send in step {self.step} (here requires_grad changed)"
             )
-            return EngineWait(begun, what, openings=openings, kind=OPENINGS)
-        awaited = self.engine.awaited
-        if awaited is not None:
-            what = f"the parameters of step {self.step} (bucket {awaited.index})"
-            return EngineWait(begun, what, tuple(awaited.names), openings)
-        if bucket is None:
-            return EngineWait(begun, openings=openings)
-        what = f"the gradients of step {self.step} (bucket {bucket.index})"
-        return EngineWait(begun, what, tuple(bucket.names), openings)
+        elif (bucket := of_parameters) is not None:
+            what = f"the parameters of step {self.step} (bucket {bucket.index})"
+        elif (bucket := of_gradients) is not None:
+            what = f"the gradients of step {self.step} (bucket {bucket.index})"
+        names = tuple(bucket.names) if bucket is not None else ()
+        return EngineWait(begun, what, names, openings, kind)
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The default group and the engine's own."""

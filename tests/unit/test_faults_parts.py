@@ -122,7 +122,7 @@ def test_a_silent_rank_of_another_machine_is_found(monkeypatch):
     mine = ProcessIdentity.of_this_process()
     far = ProcessIdentity(1, 1, "elsewhere")
     channel = FailureChannel(empty_store(), 0, 2)
-    peers = Peers([mine, far], 0, None, 0)
+    peers = Peers([mine, far], 0, dict, 0)
     for heartbeat in range(5):
         channel.write("heartbeat/1", f'{{"heartbeat": {heartbeat}}}')
         assert peers.find_dead(channel) is None
