@@ -50,14 +50,7 @@ def called_from_here(trainer: pl.Trainer) -> Iterator[None]:
 
 def averages_weights(trainer: pl.Trainer) -> bool:
     """Whether a callback averages the module's weights and buffers while it trains (EMA, SWA)."""
-    kinds = tuple(
-        kind
-        for kind in (
-            getattr(callbacks, "WeightAveraging", None),
-            getattr(callbacks, "StochasticWeightAveraging", None),
-        )
-        if kind is not None
-    )
+    kinds = callbacks.WeightAveraging, callbacks.StochasticWeightAveraging
     return any(isinstance(callback, kinds) for callback in getattr(trainer, "callbacks", ()))
 
 
@@ -183,23 +176,19 @@ def own_schedules(trainer: pl.Trainer, step_was_skipped: Callable[[], bool]) -> 
 def own_estimate(trainer: pl.Trainer, correct: Callable[[float], float]) -> Callable[[], None]:
     """Correct ``trainer.estimated_stepping_batches``, for this trainer only.
 
-    A property lives on the class, so the class gets one that asks whose it is. Without a property of
-    that name nothing is replaced.
+    A property lives on the class, so the class gets one that asks whose it is.
 
     Returns:
         Undoes it.
     """
-    cls, name = type(trainer), "estimated_stepping_batches"
-    original = getattr(cls, name, None)
-    if not isinstance(original, property) or original.fget is None:
-        return lambda: None
-    read = original.fget
+    cls: Any = type(trainer)
+    read = cls.estimated_stepping_batches.fget
 
     def estimated(self: pl.Trainer) -> float:
         value: float = read(self)
         return correct(value) if self is trainer else value
 
-    return patched(cls, name, property(estimated))
+    return patched(cls, "estimated_stepping_batches", property(estimated))
 
 
 def offer_no_sync(module: Any, no_sync: Callable[[], Any]) -> Callable[[], None]:

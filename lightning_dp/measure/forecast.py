@@ -138,12 +138,12 @@ class RunProfile:
             raise ConfigError(
                 f"{path}: {some_names(sorted(wrong))} is missing or not known. {again}"
             )
-        return cls(**{name: _tuples(value) for name, value in values.items()})
+        return cls(**{name: tuples(value) for name, value in values.items()})
 
 
-def _tuples(value: Any) -> Any:
+def tuples(value: Any) -> Any:
     """Lists of JSON as they are in a profile."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
 def _amount(value: Any, least: float = 0.0) -> bool:
@@ -196,7 +196,6 @@ class Forecast:
         memory_bytes: Of a rank's tensors.
         sent_bytes: By a rank, in a step.
         bucket_mib: Of most buckets.
-        samples: Of a micro-batch.
     """
 
     ranks: int
@@ -210,7 +209,6 @@ class Forecast:
     memory_bytes: float
     sent_bytes: float
     bucket_mib: float
-    samples: float
 
 
 def forecast(
@@ -260,7 +258,6 @@ def forecast(
         memory_bytes=memory_bytes(profile, job, ranks, scale),
         sent_bytes=sent_bytes(profile, job, ranks),
         bucket_mib=0.0 if ranks == 1 or job.outer > 1 else caps[0] / MIB,
-        samples=samples,
     )
 
 
@@ -371,16 +368,15 @@ def memory_bytes(profile: RunProfile, job: Job, ranks: int, scale: float = 1.0) 
 # What it means
 
 
-def stops_paying(rows: Sequence[Forecast], least: float = 1.5) -> int | None:
-    """From how many ranks on twice as many bring less than ``least`` times the samples a second.
+def stops_paying(rows: Sequence[Forecast]) -> int | None:
+    """From how many ranks on twice as many bring less than 1.5 times the samples a second.
 
     Args:
         rows: In order of ranks.
-        least: 2 would be a perfect doubling.
     """
     for row, later in pairwise(rows):
         doublings = math.log2(later.ranks / row.ranks)
-        if later.samples_per_s < row.samples_per_s * least**doublings:
+        if later.samples_per_s < row.samples_per_s * 1.5**doublings:
             return row.ranks
     return None
 

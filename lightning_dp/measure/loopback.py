@@ -16,6 +16,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,39 +24,34 @@ import torch.distributed as dist
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.plan.cost import MIB
 from lightning_dp.engine.plan.tuning import measure_link
+from lightning_dp.engine.waiting import poll_until
 from lightning_dp.engine.wires.shared_memory import SharedMemory
+from lightning_dp.measure.forecast import tuples
 
 LARGE, SMALL = 4 * MIB, 16 * 1024
 REPEATS = 8
+LIMIT_S = 60.0  # after which the ranks are ended
 
 
-def measure_loopback(limit_s: float = 60.0) -> dict[str, float]:
-    """Start two ranks and return what they measured; empty where they could not.
-
-    Args:
-        limit_s: Seconds after which they are ended.
-    """
+def measure_loopback() -> dict[str, Any]:
+    """Start two ranks and return what they measured, as fields of a profile; empty where they could not."""
     with tempfile.TemporaryDirectory(prefix="lean-ddp-link-") as folder:
         command = [sys.executable, "-m", "lightning_dp.measure.loopback", folder]
         ranks = [
             subprocess.Popen([*command, str(rank)], stderr=subprocess.DEVNULL) for rank in range(2)
         ]
         try:
-            deadline = time.monotonic() + limit_s
-            for rank in ranks:
-                rank.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
+            poll_until(lambda: all(rank.poll() is not None for rank in ranks), LIMIT_S)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
         file = Path(folder) / "link.json"
-        found: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
-        return found
+        found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        return {name: tuples(value) for name, value in found.items()}
 
 
-def _measure(folder: str, rank: int) -> dict[str, float]:
+def _measure(folder: str, rank: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):  # a core each, whatever this process was told
@@ -67,15 +63,14 @@ def _measure(folder: str, rank: int) -> dict[str, float]:
     group = ReplicaGroup.create(torch.device("cpu"))
     link = measure_link(group)
     found = {
-        "loopback_bandwidth": 1 / max(link.s_per_byte, 1e-12),
-        "loopback_latency_s": link.latency_s / 2,
+        "loopback": (1 / max(link.s_per_byte, 1e-12), link.latency_s / 2),
         "cpu_s_per_byte": link.busy * link.s_per_byte,
     }
     memory = SharedMemory.connect(rank, group.all_gather_object)
     if memory is not None:
         small, large = (_sum_s(memory, nbytes) for nbytes in (SMALL, LARGE))
         slope = max(1e-12, (large - small) / (LARGE - SMALL))
-        found |= {"shared_bandwidth": 1 / slope, "shared_latency_s": max(1e-6, small / 2)}
+        found["shared"] = 1 / slope, max(1e-6, small / 2)
         memory.close()
     group.close()
     return found

@@ -36,7 +36,7 @@ class LeanDDPMonitor(Callback):
             return
         self._logged = step
         stats = read()
-        if stats is None or not trainer.loggers:
+        if stats is None:
             return
         metrics = {f"lean/{name}": value for name, value in asdict(stats).items()}
         for logger in trainer.loggers:

@@ -116,15 +116,15 @@ class NoiseAverage:
 
 
 def ratio_interval(
-    top: float, bottom: float, var_top: float, var_bottom: float, covariance: float, z: float = Z
+    top: float, bottom: float, var_top: float, var_bottom: float, covariance: float
 ) -> tuple[float, float]:
     """The interval of ``top / bottom``, both 0 or more, from the spread of two averages (Fieller 1954).
 
-    It holds the ratios ``r`` for which ``top - r bottom`` is within ``z`` of its standard deviations.
+    It holds the ratios ``r`` for which ``top - r bottom`` is within ``Z`` of its standard deviations.
     """
-    a = bottom**2 - z**2 * var_bottom
-    b = top * bottom - z**2 * covariance
-    c = top**2 - z**2 * var_top
+    a = bottom**2 - Z**2 * var_bottom
+    b = top * bottom - Z**2 * covariance
+    c = top**2 - Z**2 * var_top
     inside = max(0.0, b * b - a * c) if a > 0 else b * b - a * c
     if inside < 0 or a == 0:
         return 0.0, math.inf  # nothing can be said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import time
@@ -55,7 +56,7 @@ class ProfileRecorder(Callback):
         self._steps = 0
         self._end = self._backward = self._reduced = self._began = 0.0
         self._handles: list[Any] = []
-        self._watching: Any = None
+        self._watching = contextlib.ExitStack()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Watch the gradients.
@@ -97,14 +98,12 @@ class ProfileRecorder(Callback):
                     self._kept[storage.data_ptr()] = storage.nbytes()
                 return tensor
 
-            self._watching = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-            self._watching.__enter__()
+            hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+            self._watching.enter_context(hooks)
 
     def on_before_backward(self, *_: Any) -> None:
         """The forward has ended."""
-        if self._watching is not None:
-            self._watching.__exit__(None, None, None)
-            self._watching = None
+        self._watching.close()
         self._backward = _now()
 
     def on_after_backward(self, *_: Any) -> None:
@@ -144,9 +143,7 @@ class ProfileRecorder(Callback):
         profile.save(self.file)
         log.info("lean_ddp: wrote %s: lean-ddp plan %s --ranks 1..64", self.file, self.file)
 
-    def _profile(
-        self, trainer: pl.Trainer, module: nn.Module, link: dict[str, float]
-    ) -> RunProfile:
+    def _profile(self, trainer: pl.Trainer, module: nn.Module, link: dict[str, Any]) -> RunProfile:
         steps = [end - before for before, _, _, end in self._marks]
         middle = statistics.median(steps)
         off = statistics.median(abs(step - middle) for step in steps)
@@ -172,10 +169,8 @@ class ProfileRecorder(Callback):
             optimizer_bytes=sum(_nbytes(value) for value in state if isinstance(value, Tensor)),
             activation_bytes=sum(self._kept.values()),
             spread=min(0.2, 1.48 * off / middle),
-            cpu_s_per_byte=link.get("cpu_s_per_byte", 0.0),
             codec_s_per_byte={codec.name: coding_s_per_byte(codec, 2) for codec in codecs},
-            shared=_pair(link, "shared"),
-            loopback=_pair(link, "loopback"),
+            **link,
         )
 
 
@@ -191,9 +186,3 @@ def _median(marks: list[tuple[float, float, float, float]], begin: int, end: int
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _pair(link: dict[str, float], name: str) -> tuple[float, float] | None:
-    if f"{name}_bandwidth" not in link:
-        return None
-    return link[f"{name}_bandwidth"], link[f"{name}_latency_s"]

@@ -60,10 +60,6 @@ class StepTimeline(Callback):
         """Forward has ended."""
         self._mark("backward")
 
-    def on_after_backward(self, *_: Any) -> None:
-        """Backward and reduction have ended."""
-        self._mark("reduced")
-
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Write the step if it ended with this batch. Collective: every rank, once."""
         if not self._recording or trainer.global_step <= self.step:

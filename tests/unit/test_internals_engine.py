@@ -44,7 +44,7 @@ def test_layer_sync_is_replaced_only_where_lightning_put_its_own():
     assert not hasattr(bare, "_layer_sync")
 
 
-def test_weight_averaging_is_recognised(monkeypatch):
+def test_weight_averaging_is_recognised():
     def trainer(*given):
         return SimpleNamespace(callbacks=list(given))
 
@@ -53,8 +53,6 @@ def test_weight_averaging_is_recognised(monkeypatch):
     assert trainer_seams.averages_weights(trainer(callbacks.EMAWeightAveraging()))
     assert not trainer_seams.averages_weights(trainer(callbacks.ModelSummary()))
     assert not trainer_seams.averages_weights(SimpleNamespace())
-    monkeypatch.delattr(callbacks, "WeightAveraging")
-    assert trainer_seams.averages_weights(trainer(swa))
 
 
 def test_a_context_is_around_each_validation_of_a_fit():

@@ -17,7 +17,7 @@ def times():
     return t
 
 
-MARKS = {"start": 1.0, "backward": 1.1, "reduced": 1.8, "end": 2.0}
+MARKS = {"start": 1.0, "backward": 1.1, "end": 2.0}
 
 
 def test_spans_tell_compute_wire_and_what_was_exposed():
