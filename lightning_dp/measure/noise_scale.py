@@ -36,8 +36,8 @@ class NoiseScale(Callback):
     """
 
     def __init__(self, decay: float = 0.99, every_n_steps: int = 1) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay={decay} is not possible; it must be from 0 to below 1.")
+        if not 0 < decay < 1:
+            raise ValueError(f"decay={decay} is not possible; it must be above 0 and below 1.")
         if every_n_steps < 1:
             raise ValueError(
                 f"every_n_steps={every_n_steps} is not possible; it must be 1 or more."

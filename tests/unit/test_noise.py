@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from lightning_dp import NoiseScale
 from lightning_dp.measure.noise import NoiseAverage, NoiseEstimate, ratio_interval
 
 DIM, TRUE = 400, 1000.0
@@ -73,6 +74,12 @@ def test_an_average_follows_and_forgets():
     for trace in [1.0] * 200 + [0.5] * 200:
         average.add(2 * 1.0 + trace, 1.0, 2.0, 2)
     assert average.estimate().value == pytest.approx(0.5 / 0.75)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_an_average_of_one_step_or_of_all_is_refused(decay):
+    with pytest.raises(ValueError, match="above 0 and below 1"):
+        NoiseScale(decay)
 
 
 def test_what_says_nothing_is_left_out():
