@@ -47,7 +47,8 @@ def read_metrics(folder: Path) -> dict[str, Points]:
         attempt's counts.
     """
     found: dict[str, dict[float, float]] = defaultdict(dict)
-    for file in [*sorted(folder.glob(EARLIER_FILES)), folder / METRICS_FILE]:
+    earlier = sorted(folder.glob(EARLIER_FILES), key=lambda path: (len(path.name), path.name))
+    for file in [*earlier, folder / METRICS_FILE]:
         if not file.exists():
             continue
         with file.open(newline="") as rows:

@@ -29,6 +29,13 @@ def test_a_restart_keeps_the_metrics_of_the_attempt_before(tmp_path):
     assert len(list(tmp_path.glob("metrics.before_*.csv"))) == 2
 
 
+def test_of_many_attempts_the_last_one_counts(tmp_path):
+    for attempt in range(12):
+        (tmp_path / "metrics.csv").write_text(f"step,train/loss\n0,{attempt}\n")
+        keep_earlier_metrics(tmp_path, resumes=True)
+    assert read_metrics(tmp_path) == {"train/loss": [(0.0, 11.0)]}
+
+
 def test_a_new_run_in_an_old_folder_forgets_what_was_there(tmp_path):
     (tmp_path / "metrics.before_1.csv").write_text(FIRST)
     keep_earlier_metrics(tmp_path, resumes=False)
