@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_dp.app.findings import Finding, add_json_option, report
-from lightning_dp.app.parsing import advice, nearest
+from lightning_dp.app.parsing import add_options, advice, nearest
 from lightning_dp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,15 +61,12 @@ def parser() -> argparse.ArgumentParser:
     showing.add_argument("name", help="group and file as conf list prints them: strategy/lean_ddp")
     copying = commands.add_parser("copy", help="all files into a folder, to change them")
     copying.add_argument("folder", type=Path, help="made if it is not there")
-    copying.add_argument(
-        "--force", action="store_true", help="write over files that differ (default: they stay)"
-    )
+    add_options(copying, ("--force", bool, False, "write over files that differ", "they stay"))
     checking = commands.add_parser(
         "check", help="compose each config at the top, and compare it with code"
     )
-    checking.add_argument(
-        "--config-dir", type=Path, help="your configs, with ours behind them (default: ours alone)"
-    )
+    what = "your configs, with ours behind them"
+    add_options(checking, ("--config-dir", Path, None, what, "ours alone"))
     add_json_option(checking)
     return made
 

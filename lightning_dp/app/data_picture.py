@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_dp.app.parsing import positive
+from lightning_dp.app.parsing import add_options, positive
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -192,17 +192,10 @@ def _square(
     """A sample; hatched where it comes ``again``, to fill up a step."""
     from matplotlib.patches import Rectangle
 
-    style: dict[str, Any] = {"facecolor": "white" if again else colour, "edgecolor": colour}
-    axis.add_patch(
-        Rectangle(
-            (left - 0.45, row - 0.4),
-            0.9,
-            0.8,
-            linewidth=0,
-            hatch="////" if again else None,
-            **style,
-        )
-    )
+    face, hatch = ("white", "////") if again else (colour, None)
+    corner = left - 0.45, row - 0.4
+    style: dict[str, Any] = {"facecolor": face, "edgecolor": colour, "hatch": hatch, "linewidth": 0}
+    axis.add_patch(Rectangle(corner, 0.9, 0.8, **style))
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5} if again else None
     axis.text(
         left, row, text, ha="center", va="center", fontsize=7,
@@ -213,8 +206,7 @@ def _square(
 def _plain(axis: Any) -> None:
     axis.set_xticks([])
     axis.tick_params(length=0)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
+    axis.spines[:].set_visible(False)
 
 
 def summary(stages: Sequence[Stage], samples: int) -> str:
@@ -233,26 +225,19 @@ def parser() -> argparse.ArgumentParser:
         prog="lean-ddp data",
         description="Draw which rank gets which sample, over an epoch with a resume in it.",
     )
-
-    def option(name: str, help_: str, default: Any, kind: Any = positive) -> None:
-        made.add_argument(name, type=kind, default=default, help=f"{help_} (default: %(default)s)")
-
-    option("--samples", f"length of the data set, at most {MOST_SAMPLES}", 23)
-    option("--batch", "batch size of one rank", 2)
-    option("--ranks", "ranks before the stop", 2)
-    option("--then-ranks", "ranks after it", 3)
-    option("--stop-after", "steps before the stop", 2, int)
-    option("--epoch", "number of the epoch, which changes its order", 0, int)
-    option("--seed", "seed of the order, as in seed_everything", 0, int)
-    made.add_argument(
-        "--in-order", action="store_true", help="a loader with shuffle=False (default: shuffled)"
+    add_options(
+        made,
+        ("--samples", positive, 23, f"length of the data set, at most {MOST_SAMPLES}"),
+        ("--batch", positive, 2, "batch size of one rank"),
+        ("--ranks", positive, 2, "ranks before the stop"),
+        ("--then-ranks", positive, 3, "ranks after it"),
+        ("--stop-after", int, 2, "steps before the stop"),
+        ("--epoch", int, 0, "number of the epoch, which changes its order"),
+        ("--seed", int, 0, "seed of the order, as in seed_everything"),
+        ("--in-order", bool, False, "a loader with shuffle=False", "shuffled"),
+        ("--drop-last", bool, False, "a loader with drop_last=True", "the last step is filled up"),
+        ("--out", Path, "data.png", "file of the picture, any type that matplotlib writes"),
     )
-    made.add_argument(
-        "--drop-last",
-        action="store_true",
-        help="a loader with drop_last=True (default: the last step is filled up)",
-    )
-    option("--out", "file of the picture, any type that matplotlib writes", "data.png", Path)
     return made
 
 

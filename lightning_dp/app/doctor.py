@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from lightning_dp.app.findings import Finding, add_json_option, judged, report
-from lightning_dp.app.parsing import positive
+from lightning_dp.app.parsing import add_options, positive
 from lightning_dp.errors import ConfigError, LaunchError
 from lightning_dp.internals import binding
 from lightning_dp.launch.environment import (
@@ -53,16 +53,12 @@ def parser() -> argparse.ArgumentParser:
     """What the command takes."""
     made = argparse.ArgumentParser(prog="lean-ddp doctor", description=__doc__)
     add_json_option(made)
-    made.add_argument(
-        "--strict", action="store_true", help="exit with 1 after a warning too (default: a FAIL)"
+    add_options(
+        made,
+        ("--strict", bool, False, "exit with 1 after a warning too", "a FAIL"),
+        ("--devices", positive, 2, "ranks on a machine that a training would have"),
+        ("--num-nodes", positive, 1, "machines that it would have"),
     )
-    for name, default, what in (
-        ("--devices", 2, "ranks on a machine that a training would have"),
-        ("--num-nodes", 1, "machines that it would have"),
-    ):
-        made.add_argument(
-            name, type=positive, default=default, help=f"{what} (default: %(default)s)"
-        )
     return made
 
 
@@ -95,13 +91,13 @@ def check_versions() -> Iterator[Finding]:
     yield judged(os.name == "posix", python, "use Linux or macOS", "warn")
     for requirement in map(Requirement, metadata.requires("lightning_dp") or ()):
         if requirement.marker is None and requirement.name not in LIGHTNINGS:
-            version = _version(requirement.name)
+            version = binding.version_of(requirement.name)
             fits = version is not None and Version(version).base_version in requirement.specifier
             what = f"{requirement.name} {version or 'is missing'}"
             what += "" if fits or version is None else f" is not {requirement.specifier}"
             yield judged(fits, what, f"pip install '{requirement}'")
     for name in LIGHTNINGS:
-        if (version := _version(name)) in MALICIOUS:
+        if (version := binding.version_of(name)) in MALICIOUS:
             yield Finding(
                 "FAIL",
                 f"{name} {version} is a malicious release (GHSA-w37p-236h-pfx3)",
@@ -120,8 +116,7 @@ def check_binding(environment: Mapping[str, str]) -> Iterator[Finding]:
     try:
         package = binding.TRAINERS[binding.bound().package]
     except ConfigError as error:
-        what, _, fix = str(error).removeprefix("[lean_ddp] ").partition(" Fix: ")
-        yield Finding("FAIL", what, fix)
+        yield _refused(error)
         return
     if given := environment.get(binding.VARIABLE):
         why = f"{binding.VARIABLE}={given}"
@@ -132,11 +127,10 @@ def check_binding(environment: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("ok", f"lean_ddp belongs to {package}: {why}")
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def _refused(error: Exception, before: str = "") -> Finding:
+    """What an error of ours says."""
+    what, _, fix = str(error).removeprefix("[lean_ddp] ").partition(" Fix: ")
+    return Finding("FAIL", before + what, fix)
 
 
 def check_devices() -> Iterator[Finding]:
@@ -166,8 +160,7 @@ def check_launch(environment: Mapping[str, str], devices: int, num_nodes: int) -
     try:
         warnings = check_placement(place, environment)
     except LaunchError as error:
-        what, _, fix = str(error).removeprefix("[lean_ddp] ").partition(" Fix: ")
-        yield Finding("FAIL", f"{who} starts the ranks: {what}", fix)
+        yield _refused(error, f"{who} starts the ranks: ")
         return
     yield Finding("ok", f"{who} starts the ranks, for devices={devices} and num_nodes={num_nodes}")
     for text in warnings:

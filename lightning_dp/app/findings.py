@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
+from lightning_dp.app.parsing import add_options
+
 Level = Literal["ok", "warn", "FAIL"]
 _STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 
@@ -35,9 +37,7 @@ def judged(good: bool, what: str, fix: str, bad: Level = "FAIL") -> Finding:
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """The option that :func:`report` takes as ``as_json``."""
-    parser.add_argument(
-        "--json", action="store_true", help="print a list of findings as JSON (default: lines)"
-    )
+    add_options(parser, ("--json", bool, False, "print a list of findings as JSON", "lines"))
 
 
 def report(findings: Iterable[Finding], *, as_json: bool = False, strict: bool = False) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 _MOST_NAMES = 12
 
@@ -20,6 +21,25 @@ def positive(text: str) -> int:
     if len(text) > 18:
         raise argparse.ArgumentTypeError(f"must be below 1e18, not {text!r}")
     return int(text)
+
+
+def add_options(parser: Any, *rows: tuple[Any, ...]) -> None:
+    """Add options to a parser, or to a group of one; their help says the default.
+
+    Args:
+        parser: Takes them.
+        rows: For each its names (``"-n --ranks"``), what reads its value (or a tuple of all values, or
+            ``bool`` for a flag), its default, its meaning, and the default in words where the value does
+            not say it.
+    """
+    for names, kind, default, meaning, *shown in rows:
+        how = {"type": kind}
+        if isinstance(kind, tuple):
+            how = {"type": type(default), "choices": kind}
+        elif kind is bool:
+            how = {"action": "store_true"}
+        told = f"{meaning} (default: {shown[0] if shown else '%(default)s'})"
+        parser.add_argument(*names.split(), default=default, help=told, **how)
 
 
 def nearest(name: str, known: Iterable[str], before: str = "") -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_dp.app.parsing import positive
+from lightning_dp.app.parsing import add_options, positive
 
 if TYPE_CHECKING:
     from lightning_dp.engine.plan.cost import Fabric
@@ -96,24 +96,17 @@ def parser() -> argparse.ArgumentParser:
         prog="lean-ddp plan", usage="lean-ddp plan [FILE] [OPTIONS]", description=__doc__
     )
     made.add_argument("file", nargs="?", type=Path, help="profile.json of lean-ddp plan measure")
-    made.add_argument(
-        "--ranks",
-        type=ranks_of,
-        default=ranks_of("1..64"),
-        help="8, or 2,4,8, or 1..4096 (default: 1..64)",
+    add_options(
+        made,
+        ("--ranks", ranks_of, ranks_of("1..64"), "8, or 2,4,8, or 1..4096", "1..64"),
+        ("--out", Path, Path("plan.png"), "the picture, or a folder for it"),
     )
-    _add_link(made)
-    _add_job(made)
     made.add_argument(
         "--measured", type=_measured, nargs="+", default=[], metavar="RANKS=TIME",
         help="step times of your own cluster, as 8=120ms 64=131ms: the line through them (default: none)",
     )  # fmt: skip
-    made.add_argument(
-        "--out",
-        type=Path,
-        default=Path("plan.png"),
-        help="the picture, or a folder for it (default: plan.png)",
-    )
+    _add_link(made)
+    _add_job(made)
     _add_typed(made)
     return made
 
@@ -123,40 +116,27 @@ def _add_link(made: argparse.ArgumentParser) -> None:
     rate = _quantity(_RATES, "a rate as 25Gbit or 3GB")
     wait = _quantity(_TIMES, "a time as 30us", zero=True)
     link = made.add_argument_group("the link")
-    for name, kind, help_ in (
-        (
-            "--bandwidth",
-            rate,
-            "of a host's link, 25Gbit (default: this machine's own, as measured)",
-        ),
-        ("--latency", wait, "of a message between hosts (default: 30us)"),
-        ("--inner-bandwidth", rate, "between ranks of a host (default: as measured, or 100GB)"),
-    ):
-        link.add_argument(name, type=kind, help=help_)
-    link.add_argument(
-        "--ranks-per-host",
-        type=positive,
-        default=1,
-        help="ranks that share a host's link (default: 1)",
+    add_options(
+        link,
+        ("--bandwidth", rate, None, "of a host's link, 25Gbit", "this machine's own, as measured"),
+        ("--latency", wait, 30e-6, "of a message between hosts", "30us"),
+        ("--inner-bandwidth", rate, None, "between ranks of a host", "as measured, or 100GB"),
+        ("--ranks-per-host", positive, 1, "ranks that share a host's link"),
     )
 
 
 def _add_job(made: argparse.ArgumentParser) -> None:
     """How gradients are averaged."""
     job = made.add_argument_group("the run")
-    wires = ("fp32", "bf16", "fp16", "int8")
-    job.add_argument("--wire", choices=wires, default="fp32", help="as the option (default: fp32)")
-    job.add_argument(
-        "--zero", type=int, choices=(0, 1), default=0, help="1 shards the optimizer (default: 0)"
+    add_options(
+        job,
+        ("--wire", ("fp32", "bf16", "fp16", "int8"), "fp32", "as the option"),
+        ("--zero", (0, 1), 0, "1 shards the optimizer"),
+        ("--accumulate", positive, 1, "micro-batches of an optimizer step"),
+        ("--outer", positive, 1, "steps between two averages of parameters"),
+        ("--batch", positive, None, "samples of a step over all ranks", "grows with ranks"),
+        ("--bucket-mb", _quantity({"": 1.0}, "MiB"), None, "size of buckets", "the best"),
     )
-    size = _quantity({"": 1.0}, "MiB")
-    for name, kind, default, help_ in (
-        ("--accumulate", positive, 1, "micro-batches of an optimizer step (default: 1)"),
-        ("--outer", positive, 1, "steps between two averages of parameters (default: 1)"),
-        ("--batch", positive, None, "samples of a step over all ranks (default: grows with ranks)"),
-        ("--bucket-mb", size, None, "size of buckets (default: the best)"),
-    ):
-        job.add_argument(name, type=kind, default=default, help=help_)
 
 
 def _add_typed(made: argparse.ArgumentParser) -> None:
@@ -164,20 +144,17 @@ def _add_typed(made: argparse.ArgumentParser) -> None:
     typed = made.add_argument_group("in place of a file")
     wait = _quantity(_TIMES, "a time as 30us", zero=True)
     count, time = _quantity(_COUNTS, "a number as 124M"), _quantity(_TIMES, "a time as 80ms")
-    for name, kind, help_ in (
-        ("--parameters", count, "trainable numbers, 124M (no default)"),
-        ("--forward", time, "of a micro-batch, 40ms (no default)"),
-        ("--backward", time, "of a micro-batch, 80ms (no default)"),
-        ("--optimizer", wait, "a step of it, 5ms (default: 0)"),
-        ("--samples", positive, "in a micro-batch of a rank (default: 1)"),
-        ("--state", _BYTES, "bytes of optimizer state a number (default: 8, AdamW)"),
-        (
-            "--activations",
-            _quantity({**_RATES, "": 1.0}, "bytes as 2GB"),
-            "of a micro-batch (default: 0)",
-        ),
-    ):
-        typed.add_argument(name, type=kind, help=help_)
+    size = _quantity({**_RATES, "": 1.0}, "bytes as 2GB")
+    add_options(
+        typed,
+        ("--parameters", count, None, "trainable numbers, 124M", "none"),
+        ("--forward", time, None, "of a micro-batch, 40ms", "none"),
+        ("--backward", time, None, "of a micro-batch, 80ms", "none"),
+        ("--optimizer", wait, None, "a step of it, 5ms", "0"),
+        ("--samples", positive, None, "in a micro-batch of a rank", "1"),
+        ("--state", _BYTES, None, "bytes of optimizer state a number", "8, AdamW"),
+        ("--activations", size, None, "of a micro-batch", "0"),
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -259,7 +236,7 @@ def _fabric(profile: RunProfile, args: argparse.Namespace) -> Fabric:
     inner = args.inner_bandwidth or (known[0] if known else 100e9)
     fabric = Fabric(
         bandwidth=args.bandwidth or math.inf,
-        latency_s=30e-6 if args.latency is None else args.latency,
+        latency_s=args.latency,
         ranks_per_host=args.ranks_per_host,
         inner_bandwidth=inner,
         inner_latency_s=known[1] if known else 5e-6,
@@ -306,8 +283,9 @@ def _report(profile: RunProfile, fabric: Fabric, job: Job, args: argparse.Namesp
 
 
 def _table(profile: RunProfile, rows: Sequence[Forecast]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from lightning_dp.app.report import show
 
     table = Table(title=f"{profile.name}: predicted, with an interval", title_justify="left")
     for name in ("ranks", "step ms", "from", "to", "waiting ms", "hidden", "efficiency", "samples/s",
@@ -322,10 +300,7 @@ def _table(profile: RunProfile, rows: Sequence[Forecast]) -> None:
             f"{row.memory_bytes / 1e9:.3g}",
             f"{row.bucket_mib:g}" if row.bucket_mib else "-",
         )  # fmt: skip
-    console = Console()
-    if not console.is_terminal:
-        console.width = 140
-    console.print(table)
+    show(table)
 
 
 def advice(profile: RunProfile, fabric: Fabric, job: Job, rows: Sequence[Forecast]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from rich.table import Table
 
 METRICS_FILE = "metrics.csv"
 EARLIER_FILES = "metrics.before_*.csv"
@@ -122,10 +123,8 @@ def _draw_panel(axes: Axes, quantity: str, curves: list[tuple[str, Points]]) -> 
 def print_table(title: str, rows: Mapping[str, Any]) -> None:
     """Print ``rows`` as a two-column table; floats with four digits, paths as seen from here.
 
-    What is too long for a terminal is folded; in a pipe nothing is. Brackets are no markup.
+    Brackets are no markup.
     """
-    from rich.console import Console
-    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
@@ -134,6 +133,14 @@ def print_table(title: str, rows: Mapping[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(Text(name), Text(_text(value)))
+    show(table)
+
+
+def show(table: Table) -> None:
+    """Print ``table``. What is too long for a terminal is folded; in a pipe nothing is."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
     console = Console()
     if not console.is_terminal:
         console.width = 10_000

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 from hydra.experimental.callback import Callback
@@ -89,14 +88,10 @@ def external_rank(environment: Mapping[str, str]) -> int:
 
 def _agreed(folder: str, rank: int) -> str:
     """Take rank 0's folder on every rank, over the store that torchrun's agent keeps."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from lightning_dp.faults.store import tcp_store
 
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=STORE_TIMEOUT_S),
-    )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = tcp_store(host, port, hosts=False, timeout_s=STORE_TIMEOUT_S)
     if rank == 0:
         # compare_set keeps the folder of an earlier attempt where the store has outlived it.
         return store.compare_set(STORE_KEY, "", folder).decode()

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_dp.app.findings import Finding, add_json_option, report
-from lightning_dp.app.parsing import positive
-from lightning_dp.launch.environment import PARENT_VARIABLE, PID_VARIABLE, RANK_VARIABLES
+from lightning_dp.app.parsing import add_options, positive
+from lightning_dp.launch.environment import INHERITED
 
 STEPS = ("start", "all-reduce", "accumulation", "preemption", "resume", "zero")
 _CAUSES = (r"failed first|failed after training", r"Error: ")
@@ -48,26 +48,12 @@ def main(arguments: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """What the command takes."""
     made = argparse.ArgumentParser(prog="lean-ddp smoke", description=__doc__)
-    made.add_argument(
-        "-n", "--ranks", type=positive, default=2, help="how many ranks (default: %(default)s)"
-    )
-    made.add_argument(
-        "--backend",
-        choices=("gloo", "nccl"),
-        default="gloo",
-        help="gloo for CPUs, nccl for one GPU a rank (default: %(default)s)",
-    )
-    made.add_argument(
-        "--accelerator",
-        choices=("cpu", "gpu"),
-        default="cpu",
-        help="gpu: one GPU a rank, over nccl (default: %(default)s)",
-    )
-    made.add_argument(
-        "--seconds",
-        type=float,
-        default=120.0,
-        help="end everything after so many seconds (default: %(default)g)",
+    add_options(
+        made,
+        ("-n --ranks", positive, 2, "how many ranks"),
+        ("--backend", ("gloo", "nccl"), "gloo", "gloo for CPUs, nccl for one GPU a rank"),
+        ("--accelerator", ("cpu", "gpu"), "cpu", "gpu: one GPU a rank, over nccl"),
+        ("--seconds", float, 120, "end everything after so many seconds"),
     )
     add_json_option(made)
     return made
@@ -84,8 +70,7 @@ def smoke(folder: Path, ranks: int, backend: str, limit_s: float) -> list[Findin
     """
     log = folder / "output.log"
     command = [sys.executable, "-m", "lightning_dp.app.smoke_run", str(folder), str(ranks), backend]
-    inherited = (*RANK_VARIABLES, PARENT_VARIABLE, PID_VARIABLE)
-    env = {name: value for name, value in os.environ.items() if name not in inherited}
+    env = {name: value for name, value in os.environ.items() if name not in INHERITED}
     begin = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
