@@ -96,6 +96,22 @@ def storage_uses(tensor: torch.Tensor) -> int:
     return int(count(tensor.untyped_storage()._cdata)) if count is not None else 0
 
 
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target, on a device in one kernel; in one each if torch has no other."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def norms_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of each, float64 of shape (tensors,); in one kernel each if torch has no other."""
+    if hasattr(torch, "_foreach_norm"):
+        return torch.stack(torch._foreach_norm(tensors, 2, torch.float64))
+    return torch.stack([tensor.norm(dtype=torch.float64) for tensor in tensors])
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was written in place; -1 where nobody counts."""
     return -1 if tensor.is_inference() else getattr(tensor, "_version", -1)

@@ -57,9 +57,7 @@ class Children:
         wrapped = list(command)
         if sys.platform == "linux" and threading.current_thread() is threading.main_thread():
             wrapped = [sys.executable, "-I", "-S", "-c", _BECOME, pid, *command]
-        self.processes[rank] = subprocess.Popen(
-            wrapped, env={**env, PARENT_VARIABLE: pid}, cwd=cwd
-        )
+        self.processes[rank] = subprocess.Popen(wrapped, env={**env, PARENT_VARIABLE: pid}, cwd=cwd)
 
     def ended(self) -> dict[int, int]:
         """Return codes, by rank, of those that have ended."""

@@ -25,9 +25,6 @@ KNOWN: dict[str, set[str]] = {
     "circle": set(),
     # private names of others outside of internals/
     "private": {
-        "engine: _foreach_copy_",
-        "engine: _foreach_norm",
-        "engine: _nnz",
         "launch: _strategy",
         "launch: _recover_results_in_main_process",
         "launch: _wrapping_function",

@@ -150,6 +150,19 @@ def test_collectives_that_torch_is_to_check_stay_torchs(monkeypatch):
     assert autograd_seams.wide_gloo() is None
 
 
+def test_many_tensors_at_once_and_one_by_one(monkeypatch):
+    sources = [torch.tensor([3.0, 4.0]), torch.full((2, 2), 0.5)]
+    for missing in ((), ("_foreach_copy_", "_foreach_norm")):
+        for name in missing:
+            monkeypatch.delattr(torch, name)
+        targets = [torch.zeros_like(source) for source in sources]
+        autograd_seams.copy_all(targets, sources)
+        assert all(map(torch.equal, targets, sources))
+        norms = autograd_seams.norms_of([*sources, torch.full((1,), 1e30)])
+        assert norms.dtype == torch.float64
+        torch.testing.assert_close(norms, torch.tensor([5.0, 1.0, 1e30]).double())
+
+
 def test_what_torch_may_not_say_about_tensors_and_layers():
     x = torch.zeros(2)
     before = autograd_seams.version_of(x)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.engine.bucket import Bucket, Slot, changed_shape
+from lightning_dp.internals.autograd import copy_all
 
 
 @torch.no_grad()
@@ -102,7 +103,7 @@ def _copy(bucket: Bucket, targets: list[Tensor], sources: list[Tensor]) -> None:
             if source.shape != view.shape:
                 slot = next(slot for slot in bucket.slots if slot.view is view)
                 raise changed_shape(slot, view.shape)
-    torch._foreach_copy_(targets, sources)
+    copy_all(targets, sources)
 
 
 def _source(slot: Slot, grad: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from lightning_dp.engine.control import Control
 from lightning_dp.engine.group import ReplicaGroup
 from lightning_dp.engine.reduction.failure import gather_names
 from lightning_dp.errors import NonFiniteGradientError, some_names
+from lightning_dp.internals.autograd import norms_of
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class FiniteCheck:
     def look(self, bucket: Bucket) -> None:
         """Take in a bucket that holds this rank's gradients."""
         views = [slot.view for slot in bucket.slots if slot.view is not None]
-        norms = torch.stack(torch._foreach_norm(views, 2, torch.float64))
+        norms = norms_of(views)
         self._slots += bucket.slots
         self._squared.append((norms / self._factor).square())
 

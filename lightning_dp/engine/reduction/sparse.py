@@ -25,7 +25,7 @@ def reduce_sparse(slots: Sequence[Slot], group: ReplicaGroup) -> None:
     """
     local = [_as_sparse(slot.param.grad) for slot in slots]
     sizes = torch.tensor(
-        [[-1 if grad is None else grad._nnz() for grad in local]],
+        [[-1 if grad is None else len(grad.values()) for grad in local]],
         dtype=torch.int64,
         device=group.device,
     )
