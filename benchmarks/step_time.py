@@ -45,7 +45,7 @@ class NoSync(DDPStrategy):
 
 
 class Hooked(DDPStrategy):
-    """``ddp`` with a communication hook on any device: Lightning registers none on a CPU, without a word."""
+    """``ddp`` with a communication hook on any device: Lightning silently registers none on a CPU."""
 
     def _register_ddp_hooks(self):
         self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)

@@ -40,7 +40,7 @@ COMMANDS = {
 def usage() -> str:
     """Return the text of ``lean-ddp --help``."""
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {told}" for name, (_, told) in COMMANDS.items())
+    rows = "\n".join(f"  {name:<{width}}  {meaning}" for name, (_, meaning) in COMMANDS.items())
     return (
         f"lean-ddp {__version__}: data-parallel training for PyTorch Lightning\n\n"
         f"usage: lean-ddp COMMAND [ARGUMENTS]\n\n{rows}\n\n"

@@ -95,8 +95,8 @@ def list_files() -> int:
 def first_sentence(text: str) -> str:
     """The first sentence of the comment that a YAML file begins with; empty where there is none."""
     comment = re.match(r"(?:# @package.*\n)?((?:# .*\n)*)", text)
-    told = comment[1].replace("\n# ", " ").removeprefix("# ").strip() if comment else ""
-    return re.split(r"(?<=[.?!]) (?=[A-Z])", told)[0]
+    text = comment[1].replace("\n# ", " ").removeprefix("# ").strip() if comment else ""
+    return re.split(r"(?<=[.?!]) (?=[A-Z])", text)[0]
 
 
 def show_file(name: str) -> int:
@@ -107,8 +107,8 @@ def show_file(name: str) -> int:
         near = [file for file in found if file.rpartition("/")[0] == key.rstrip("/")]
         near = near or [file for file in found if file.rpartition("/")[2] == key]
         near = near or difflib.get_close_matches(key, found, n=1, cutoff=0.4)
-        told = f"there is no {name!r}.{advice(near)} (lean-ddp conf list shows all)"
-        print(f"lean-ddp conf show: {told}", file=sys.stderr)
+        text = f"there is no {name!r}.{advice(near)} (lean-ddp conf list shows all)"
+        print(f"lean-ddp conf show: {text}", file=sys.stderr)
         return USAGE_ERROR
     print(found[key].read_text(), end="")
     return 0
@@ -123,8 +123,8 @@ def copy_files(folder: Path, *, force: bool) -> int:
     for name, file in files().items():
         target = folder / f"{name}.yaml"
         if target.exists() and not force and target.read_text() != file.read_text():
-            told = f"not copied, it has other contents: {target} (--force writes over it)"
-            print(told, file=sys.stderr)
+            text = f"not copied, it has other contents: {target} (--force writes over it)"
+            print(text, file=sys.stderr)
             code = 1
             continue
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,8 @@ def add_options(parser: Any, *rows: tuple[Any, ...]) -> None:
             how = {"type": type(default), "choices": kind}
         elif kind is bool:
             how = {"action": "store_true"}
-        told = f"{meaning} (default: {shown[0] if shown else '%(default)s'})"
-        parser.add_argument(*names.split(), default=default, help=told, **how)
+        text = f"{meaning} (default: {shown[0] if shown else '%(default)s'})"
+        parser.add_argument(*names.split(), default=default, help=text, **how)
 
 
 def nearest(name: str, known: Iterable[str], before: str = "") -> list[str]:

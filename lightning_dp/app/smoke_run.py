@@ -41,13 +41,13 @@ class Line(pl.LightningModule):
     """One weight and one loss whose gradient is the mean of the samples.
 
     Args:
-        told: Where results go.
+        results: Where they go.
         stops: Whether the last rank is asked to stop before the run is over.
     """
 
-    def __init__(self, told: Told, *, stops: bool) -> None:
+    def __init__(self, results: Results, *, stops: bool) -> None:
         super().__init__()
-        self.told = told
+        self.results = results
         self.stops = stops
         self.weight = nn.Parameter(torch.zeros(1))
         self.began = 0
@@ -56,17 +56,17 @@ class Line(pl.LightningModule):
         """Count the ranks; remember where a resumed run begins."""
         self.began = self.trainer.global_step
         if self.began == 0:
-            self.told.done("start", self.trainer.world_size, self.told.ranks)
+            self.results.done("start", self.trainer.world_size, self.results.ranks)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Loss of one micro-batch."""
-        rank, ranks, step = self.trainer.global_rank, self.told.ranks, self.trainer.global_step
+        rank, ranks, step = self.trainer.global_rank, self.results.ranks, self.trainer.global_step
         if batch_idx == 0:
             own = torch.tensor(rank + 1.0, device=self.device)
             total = float(self.trainer.strategy.reduce(own, reduce_op="sum"))
-            self.told.done("all-reduce", total, ranks * (ranks + 1) / 2)
+            self.results.done("all-reduce", total, ranks * (ranks + 1) / 2)
         if batch_idx == WINDOW:  # minus the rate times the mean of the first window's samples
-            self.told.done("accumulation", float(self.weight), -LR * (ranks * WINDOW + 1) / 2)
+            self.results.done("accumulation", float(self.weight), -LR * (ranks * WINDOW + 1) / 2)
         if self.stops and step == STOP_AT and rank == ranks - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return (self.weight * batch).mean()
@@ -79,8 +79,8 @@ class Line(pl.LightningModule):
 class Sums(Line):
     """As ``Line``, with momentum 1: the sum of all gradients so far is a state that can be shared."""
 
-    def __init__(self, told: Told) -> None:
-        super().__init__(told, stops=False)
+    def __init__(self, results: Results) -> None:
+        super().__init__(results, stops=False)
 
     def on_train_start(self) -> None:
         """Nothing is counted."""
@@ -94,7 +94,7 @@ class Sums(Line):
         return torch.optim.SGD(self.parameters(), lr=LR, momentum=1.0)
 
 
-class Told:
+class Results:
     """One rank's results, and the misbehaviour that was asked for."""
 
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
@@ -145,26 +145,26 @@ def trainer(folder: Path, ranks: int, backend: str, zero: Literal[0, 1] = 0) -> 
 
 def run(folder: Path, ranks: int, backend: str) -> None:
     """Train, be asked to stop, resume, compare."""
-    told = Told(folder, int(os.environ.get("RANK", 0)), ranks)
+    results = Results(folder, int(os.environ.get("RANK", 0)), ranks)
     code: object = 0
     try:
-        trainer(folder, ranks, backend).fit(Line(told, stops=True), loader(ranks))
+        trainer(folder, ranks, backend).fit(Line(results, stops=True), loader(ranks))
     except SystemExit as stop:
         code = stop.code
-    told.done("preemption", code if isinstance(code, int) else -1, PREEMPTED)
-    model, again = Line(told, stops=False), trainer(folder, ranks, backend)
+    results.done("preemption", code if isinstance(code, int) else -1, PREEMPTED)
+    model, again = Line(results, stops=False), trainer(folder, ranks, backend)
     again.fit(model, loader(ranks), ckpt_path="last")
     goes_on = model.began >= STOP_AT and again.global_step == LAST_STEP
     count = ranks * WINDOW * LAST_STEP
     everything = -LR * sum(range(1, count + 1)) / (ranks * WINDOW)
-    told.done("resume", float(model.weight) if goes_on else float("inf"), everything)
-    shared = Sums(told)
+    results.done("resume", float(model.weight) if goes_on else float("inf"), everything)
+    shared = Sums(results)
     trainer(folder, ranks, backend, zero=1).fit(shared, loader(ranks))
     # Each step moves by the sum of the means so far.
     size = ranks * WINDOW
     means = [step * size + (size + 1) / 2 for step in range(LAST_STEP)]
     expected = -LR * sum(mean * (LAST_STEP - step) for step, mean in enumerate(means))
-    told.done("zero", float(shared.weight), expected)
+    results.done("zero", float(shared.weight), expected)
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class ReplicaGroup:
             work = dist.gather(padded, parts or None, group=group, group_dst=0, async_op=True)
             interruptible_wait(work)
         return [
-            torch.load(io.BytesIO(part[:size].numpy()), map_location="cpu", weights_only=False)
+            torch.load(io.BytesIO(part[:size].numpy().data), map_location="cpu", weights_only=False)
             for part, size in zip(parts, sizes, strict=False)
         ]
 

@@ -105,14 +105,14 @@ class FailureRecord:
     def to_error(self, rank: int | None, world_size: int) -> RankFailedError | KeyboardInterrupt:
         """The error to raise on ``rank``, which did nothing wrong; None for a process that is no rank."""
         who = f"[lean_ddp rank {rank}/{world_size}]" if rank is not None else "[lean_ddp]"
-        told = f"{who} {self.headline()}"
+        message = f"{who} {self.headline()}"
         if self.is_interrupt:
-            return KeyboardInterrupt(told)
+            return KeyboardInterrupt(message)
         if self.traceback:
-            told += f"\n--- traceback of rank {self.rank} ---\n{self.traceback.rstrip()}"
-            told += f"\n--- this was rank {self.rank}; the error above ended the run"
+            message += f"\n--- traceback of rank {self.rank} ---\n{self.traceback.rstrip()}"
+            message += f"\n--- this was rank {self.rank}; the error above ended the run"
         return RankFailedError(
-            told, rank=self.rank, remote_traceback=self.traceback, exit_code=self.exit_code
+            message, rank=self.rank, remote_traceback=self.traceback, exit_code=self.exit_code
         )
 
 

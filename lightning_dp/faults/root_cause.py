@@ -107,8 +107,8 @@ def explain(
         say_briefly(error, f"{who} {text} (as on rank {first.rank}, which prints it in full)")
         return None
     if is_consequence(error):
-        told = isinstance(error, RankFailedError) and bool(error.remote_traceback)
-        replacement = None if told else first.to_error(channel.rank, channel.world_size)
+        known = isinstance(error, RankFailedError) and bool(error.remote_traceback)
+        replacement = None if known else first.to_error(channel.rank, channel.world_size)
         if first.is_of_this_machine() and (first.traceback or channel.rank != 0):
             shown = f" (rank {first.rank} prints its traceback)" if first.traceback else ""
             say_briefly(replacement or error, f"{who} {first_line(first.headline())}{shown}")

@@ -168,12 +168,15 @@ class Waits:
         """What is waited for now. What the engine tells begins when it is first seen here."""
         if self._current is not None:
             return self._current
-        told = self._engine()
-        if not told.what:
+        engine = self._engine()
+        if not engine.what:
             self._seen = None
-        elif self._seen is None or (self._seen.what, self._seen.names) != (told.what, told.names):
-            number = told.begun if told.kind == GRADIENTS else told.openings
-            self._seen = Wait(told.kind, number, told.what, time.monotonic(), told.names)
+        elif self._seen is None or (self._seen.what, self._seen.names) != (
+            engine.what,
+            engine.names,
+        ):
+            number = engine.begun if engine.kind == GRADIENTS else engine.openings
+            self._seen = Wait(engine.kind, number, engine.what, time.monotonic(), engine.names)
         return self._seen
 
     def report(self) -> dict[str, Any]:

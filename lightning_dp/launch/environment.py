@@ -162,13 +162,13 @@ def _check_by_hand(place: Placement, environment: Mapping[str, str]) -> list[str
     if PID_VARIABLE in environment:
         return []
     others = [rank for rank in range(place.devices) if rank != place.local_rank]
-    told = (
+    message = (
         f"LOCAL_RANK={environment.get('LOCAL_RANK', '')} is set, so this process takes itself for a "
         f"rank that somebody else started, one of {place.wanted}"
     )
     if "MASTER_PORT" not in environment:
         raise LaunchError(
-            f"[lean_ddp] {told}. Without MASTER_PORT nobody can have started the others: local rank(s) "
+            f"[lean_ddp] {message}. Without MASTER_PORT nobody can have started the others: local rank(s) "
             f"{', '.join(map(str, others))} are missing. Fix: unset LOCAL_RANK (it was left over), "
             "or start the ranks with torchrun."
         )
@@ -181,7 +181,7 @@ def _check_by_hand(place: Placement, environment: Mapping[str, str]) -> list[str
         )
     if "RANK" not in environment and given is None:
         return [
-            f"lean_ddp: {told}. If that is not so, stop now and unset LOCAL_RANK; otherwise the other "
+            f"lean_ddp: {message}. If that is not so, stop now and unset LOCAL_RANK; otherwise the other "
             f"ranks must come within the rendezvous timeout."
         ]
     return []

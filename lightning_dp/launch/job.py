@@ -125,13 +125,13 @@ class Job:
             raise
         self.failed = before
 
-    def end_children(self, told: bool) -> None:
+    def end_children(self, know_why: bool) -> None:
         """End the ranks started here: at once, or with time to leave if they know why.
 
         Collective: none. Returns within 3 ``grace_s``.
         """
         self.failed = True
-        self.children.wait(3 * self.grace_s if told else 0.0)
+        self.children.wait(3 * self.grace_s if know_why else 0.0)
 
     def _reap(self, failed: bool) -> BaseException | None:
         self.children.wait(3 * self.grace_s if failed else math.inf)

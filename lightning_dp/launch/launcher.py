@@ -93,7 +93,7 @@ class LeanScriptLauncher(run_seams.ScriptLauncher):  # type: ignore[misc]
         if job is None:
             return
         if signum == getattr(signal, "SIGKILL", None):
-            job.end_children(told=self._call.guard.first is not None)
+            job.end_children(know_why=self._call.guard.first is not None)
         else:
             job.children.send(signum)
 

@@ -32,8 +32,8 @@ def record(error: BaseException) -> None:
     if line or isinstance(error, RankFailedError):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             file = Path(path)
-            told = json.loads(file.read_text())
-            info = told["message"]["extraInfo"]
+            report = json.loads(file.read_text())
+            info = report["message"]["extraInfo"]
             info["timestamp"] = str(int(info["timestamp"]) + _LATER_S)
             info["py_callstack"] = line or str(error)
-            file.write_text(json.dumps(told))
+            file.write_text(json.dumps(report))

@@ -72,7 +72,7 @@ class HookChoice:
         if saved is None:
             forget(self.state)  # an earlier fit's buckets were others
             return
-        told = load_hook_state(self.state, saved, reducer.group)
+        message = load_hook_state(self.state, saved, reducer.group)
         reducer.layout.remembered = list(saved["layout"])
-        if told and reducer.group.rank == 0:
-            log.warning("lean_ddp: communication hook: %s.", told)
+        if message and reducer.group.rank == 0:
+            log.warning("lean_ddp: communication hook: %s.", message)

@@ -119,13 +119,13 @@ def raise_mismatch(group: ReplicaGroup, step: int, frozen: Sequence[str]) -> Non
     first = set(everyone[0][1])
     ranks = tuple(rank for rank, (_, other) in enumerate(everyone) if set(other) != first)
     names = sorted(set().union(*(first ^ set(everyone[rank][1]) for rank in ranks)))
-    told = "; ".join(
+    masks = "; ".join(
         f"on rank {rank} frozen: {some_names(sorted(set(other) & set(names))) or 'none'}"
         for rank, (_, other) in enumerate(everyone)
     )
     raise ReplicaMismatchError(
-        f"{prefix}requires_grad differs between ranks for {some_names(names)} ({told}). Freeze and unfreeze"
-        " the same parameters at the same step on every rank.",
+        f"{prefix}requires_grad differs between ranks for {some_names(names)} ({masks}). Freeze and"
+        " unfreeze the same parameters at the same step on every rank.",
         names=names,
         ranks=ranks,
     )

@@ -35,7 +35,7 @@ class _Normalize(torch.autograd.Function):
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
         table = torch.stack(everyone)
-        counts, means, sums = table.split([1, mean.numel(), mean.numel()], dim=1)
+        counts, means, sums = torch.split(table, [1, mean.numel(), mean.numel()], dim=1)
         total = counts.sum()
         if total <= 1:
             raise ValueError(

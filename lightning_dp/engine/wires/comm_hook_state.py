@@ -90,7 +90,7 @@ def load_hook_state(state: object, saved: Mapping[str, Any], group: ReplicaGroup
         name: _restored(value, group.device) for name, value in saved["common"].items()
     }
     own: dict[str, dict[int, Tensor]] = {}
-    told = ""
+    message = ""
     for name, table in saved["per_rank"].items():
         own[name] = {}
         if saved["world_size"] == group.world_size:
@@ -98,24 +98,24 @@ def load_hook_state(state: object, saved: Mapping[str, Any], group: ReplicaGroup
                 number: parts[group.rank].to(group.device) for number, parts in table.items()
             }
         elif table:
-            told = (
+            message = (
                 f"the checkpoint holds {name} of {saved['world_size']} rank(s) and this run has"
                 f" {group.world_size}: it begins empty"
             )
     changed = [n for n, value in saved["settings"].items() if getattr(state, n, ...) != value]
     if changed:
-        told = f"{', '.join(changed)} changed: what it kept of each bucket begins empty"
+        message = f"{', '.join(changed)} changed: what it kept of each bucket begins empty"
         own = {name: {} for name in own}
         common = {name: {} if name in BY_BUCKET else value for name, value in common.items()}
     if hasattr(state, "load_state_dict"):
         state.load_state_dict({**common, **own})
-        return told
+        return message
     for name, value in {**common, **own}.items():
         if name == "rng":
             getattr(state, name).set_state(_numpy_state(value))
         elif hasattr(state, name):
             setattr(state, name, value)
-    return told
+    return message
 
 
 def by_bucket(state: object) -> list[dict[int, Any]]:

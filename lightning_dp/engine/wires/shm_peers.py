@@ -53,13 +53,13 @@ class Peer:
     def hear(self) -> None:
         """Take in what it has told since. Does not block."""
         try:
-            told = self.connection.recv(256 * _NEWS.size, socket.MSG_DONTWAIT)
+            received = self.connection.recv(256 * _NEWS.size, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
-            told = b""
-        if told:
-            self.written, self.added, self.read = _NEWS.unpack(told[-_NEWS.size :])
+            received = b""
+        if received:
+            self.written, self.added, self.read = _NEWS.unpack(received[-_NEWS.size :])
         else:
             self.gone = True
 
@@ -219,8 +219,8 @@ def _listener(backlog: int) -> socket.socket:
 
 
 def _is_of_this_user(connection: socket.socket) -> bool:
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(told)[1] == os.getuid())
+    received = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(received)[1] == os.getuid())
 
 
 def _leave_to_parent() -> None:
