@@ -80,6 +80,7 @@ class Shares:
     slots: Callable[[], Sequence[Slot]] = tuple
     buckets: list[Bucket] = field(default_factory=list)
     _mine: dict[int, Share] = field(default_factory=dict)  # by id of the parameter
+    _places: dict[int, tuple[Bucket, int]] = field(default_factory=dict)  # by the same
     _owners: dict[int, int] = field(default_factory=dict)  # of whole tensors, by slot number
     _owned: Counter[int] = field(default_factory=Counter)  # bytes by rank
 
@@ -97,6 +98,7 @@ class Shares:
                 if sharding is Sharding.TENSORS:
                     self._give_owner(slot)
                 self._mine[id(slot.param)] = self.of_rank(bucket, position, self.rank)
+                self._places[id(slot.param)] = bucket, position
         return bool(new)
 
     def _follow_slots(self) -> bool:
@@ -127,11 +129,10 @@ class Shares:
 
     def most(self, share: Share) -> int:
         """The rank that updates most of the share's parameter, the lower one of two."""
-        bucket = share.slot.bucket
-        if bucket is None:
+        if self.world_size == 1:
             return 0
-        position = bucket.slots.index(share.slot)
-        every = [self.of_rank(bucket, position, rank) for rank in range(self.world_size)]
+        place = self._places[id(share.slot.param)]  # the slot's own is gone when training has ended
+        every = [self.of_rank(*place, rank) for rank in range(self.world_size)]
         lengths = [each.end - each.begin for each in every]
         return lengths.index(max(lengths))
 

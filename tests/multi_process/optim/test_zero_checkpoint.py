@@ -163,6 +163,8 @@ def _other_saves(rank: int, world: int, port: int, folder: Path) -> None:
     expected, runner = _fit(rank, world, port, Eager, lean(zero=1), early, 0)
     runner.save_checkpoint(late)
     runner.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    parts = folder / "parts.ckpt"
+    _fit(rank, world, port, Eager, lean(zero={"format": "sharded"}))[1].save_checkpoint(parts)
     again, _ = _fit(rank, world, port, Eager, lean(zero=1), ckpt_path=early)
     assert_same_bytes(again, expected, "from before the first step")
     keeper = ModelCheckpoint(folder, save_last=True, every_n_train_steps=2)
@@ -179,12 +181,12 @@ def _other_saves(rank: int, world: int, port: int, folder: Path) -> None:
         )
         assert "optimizer_states" not in _load(folder / "weights.ckpt")
         assert float(_load(folder / "last.ckpt")["optimizer_states"][0]["state"][0]["step"]) > 0
-    more_steps, _ = _fit(
-        rank, world, port, Eager, lean(zero=1), ckpt_path=late, max_steps=STEPS + 2
-    )
     straight, _ = _fit(rank, world, port, Eager, lean(zero=1), max_steps=STEPS + 2)
     assert_same_bytes(plain, expected, "without shares")
-    assert_same_bytes(more_steps, straight, "from after the fit")
+    more = {"max_steps": STEPS + 2}
+    for path in (late, parts):
+        more_steps, _ = _fit(rank, world, port, Eager, lean(zero=1), ckpt_path=path, **more)
+        assert_same_bytes(more_steps, straight, f"from after the fit: {path.name}")
 
 
 class Keeps(Net):
