@@ -33,7 +33,7 @@ from lightning_dp.step.accumulation import WindowKeeper
 from lightning_dp.step.bucket_size import layout_options
 from lightning_dp.step.fragments import Fragments
 from lightning_dp.step.hook_choice import HookChoice
-from lightning_dp.step.losses import LossWeights
+from lightning_dp.step.losses import LossWeights, mean_loss, reads_loss
 from lightning_dp.step.noise import begin_norms, check_noise
 from lightning_dp.step.optimizer_groups import OptimizerGroups
 from lightning_dp.step.rounds import Rounds
@@ -323,7 +323,11 @@ class StepDriver:
                 reducer.reduce_now(self.fragments.of_optimizer(self.optimizers.index(optimizer)))
             else:
                 self.finish_backward()
-            return output
+            free = reducer.group.host_reads_are_free and not manual
+            if self.window.is_local or not reads_loss(optimizer, free):
+                return output
+            totals = None if manual else reducer.totals
+            return mean_loss(output, totals, reducer.group)
 
         return closed
 

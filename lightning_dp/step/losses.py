@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dp.engine.control import WindowTotals
 from lightning_dp.engine.group import ReplicaGroup
@@ -18,6 +19,37 @@ log = logging.getLogger(__name__)
 
 KEY = "loss_weight"  # one that no module uses for anything else
 _LOOKS_LIKE_IT = "weight"
+
+
+def reads_loss(optimizer: Optimizer, free: bool) -> bool:
+    """Whether an optimizer may decide by what its closure returns, as a line search does.
+
+    Of torch's only LBFGS does. Of others nobody knows: they get the mean where it is ``free``.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return True
+    return free and not type(optimizer).__module__.startswith("torch.optim")
+
+
+def mean_loss(output: Any, totals: WindowTotals | None, group: ReplicaGroup) -> Any:
+    """What a closure returns to an optimizer that reads it: the loss over all ranks.
+
+    Ranks that decide by losses of their own take other steps, or run their closures more or fewer times.
+
+    Args:
+        output: This rank's loss, or anything else, which is returned as it is.
+        totals: Of the closure's window; ``None`` in manual optimization, where windows know no loss.
+        group: Who takes part.
+
+    Collective: every rank, without ``totals``. Blocks.
+    """
+    if not isinstance(output, Tensor) or output.numel() != 1:
+        return output
+    mean = output.detach().clone()
+    if totals is None:
+        group.all_reduce_mean(mean)
+        return mean
+    return mean.fill_(totals.loss)
 
 
 class LossWeights:
