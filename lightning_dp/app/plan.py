@@ -127,13 +127,17 @@ def _add_link(made: argparse.ArgumentParser) -> None:
 
 def _add_job(made: argparse.ArgumentParser) -> None:
     """How gradients are averaged."""
+    whole = _quantity({"": 1.0}, "a number of steps", zero=True)
     job = made.add_argument_group("the run")
     add_options(
         job,
         ("--wire", ("fp32", "bf16", "fp16", "int8"), "fp32", "as the option"),
         ("--zero", (0, 1), 0, "1 shards the optimizer"),
+        ("--gather", ("step", "forward"), "step", "what the parameters of --zero 1 come back in"),
         ("--accumulate", positive, 1, "micro-batches of an optimizer step"),
         ("--outer", positive, 1, "steps between two averages of parameters"),
+        ("--fragments", positive, 1, "parts of the model that travel in turns, with --outer"),
+        ("--delay", whole, 0, "steps that hide a part's way, with --outer"),
         ("--batch", positive, None, "samples of a step over all ranks", "grows with ranks"),
         ("--bucket-mb", _quantity({"": 1.0}, "MiB"), None, "size of buckets", "the best"),
     )
@@ -164,7 +168,6 @@ def main(argv: Sequence[str]) -> int:
     command = parser()
     args = command.parse_args(argv)
     from lightning_dp.errors import ConfigError
-    from lightning_dp.measure.forecast import Job
 
     try:
         if args.measured:
@@ -172,13 +175,11 @@ def main(argv: Sequence[str]) -> int:
                 name for name, value in vars(args).items() if value != command.get_default(name)
             ]
             return _draw_out(args, [name for name in unused if name not in ("measured", "ranks")])
-        if args.zero and args.outer > 1:
-            raise ValueError("--zero 1 and --outer exclude each other: drop one of them")
+        job = _job(args)
         profile = _profile(args)
         fabric = _fabric(profile, args)
     except (ConfigError, ValueError) as error:
         command.error(str(error))
-    job = Job(args.wire, args.accumulate, args.zero, args.outer, args.batch, args.bucket_mb)
     return _report(profile, fabric, job, args)
 
 
@@ -193,6 +194,33 @@ def _measure(overrides: Sequence[str]) -> int:
 
     run_as_module("lightning_dp.app.train", [*overrides, "debug=profile"])
     return 0
+
+
+def _job(args: argparse.Namespace) -> Job:
+    """What is asked for, where it can be had."""
+    from lightning_dp.measure.forecast import Job
+
+    if args.zero and args.outer > 1:
+        raise ValueError("--zero 1 and --outer exclude each other: drop one of them")
+    if args.gather != "step" and not args.zero:
+        raise ValueError(f"--gather {args.gather} needs --zero 1")
+    if args.delay > args.outer // args.fragments or args.fragments > args.outer:
+        least = args.fragments * max(1, math.ceil(args.delay))
+        raise ValueError(
+            f"--fragments {args.fragments} and --delay {args.delay:g} need --outer of at least {least}:"
+            " each part arrives before the next one leaves"
+        )
+    return Job(
+        wire=args.wire,
+        accumulate=args.accumulate,
+        zero=args.zero,
+        gather=args.gather,
+        outer=args.outer,
+        fragments=args.fragments,
+        delay=int(args.delay),
+        batch=args.batch,
+        bucket_mib=args.bucket_mb,
+    )
 
 
 def _profile(args: argparse.Namespace) -> RunProfile:

@@ -167,7 +167,10 @@ class Job:
         wire: Of ``WIRES``.
         accumulate: Micro-batches a window.
         zero: 1 shards the optimizer's state.
+        gather: Of ``zero``: "step" or "forward", as the option.
         outer: Steps between two averages of parameters; 1 averages gradients in each.
+        fragments: Of ``outer``: parts of the model that travel in turns.
+        delay: Of ``outer``: steps that hide a part's way.
         batch: Samples per step over all ranks; ``None`` keeps the measured micro-batch on each rank.
         bucket_mib: ``None`` chooses.
     """
@@ -175,7 +178,10 @@ class Job:
     wire: str = "fp32"
     accumulate: int = 1
     zero: int = 0
+    gather: str = "step"
     outer: int = 1
+    fragments: int = 1
+    delay: int = 0
     batch: int | None = None
     bucket_mib: float | None = None
 
@@ -311,8 +317,11 @@ def _step(
     codec = (profile.codec_s_per_byte or {}).get(job.wire, 0.0) * profile.gradient_bytes
     link = fabric.link(ranks, 0.5 if job.zero else 1.0)
     if job.outer > 1:
-        wire = link.latency_s + link.seconds(round(profile.gradient_bytes * WIRES[job.wire]))
-        return computing + (wire + codec) / job.outer, wire / job.outer, wire / job.outer
+        nbytes = round(profile.gradient_bytes * WIRES[job.wire] / job.fragments)
+        wire = link.latency_s + link.seconds(nbytes)
+        exposed = max(0.0, wire - job.delay * computing)  # of one part
+        parts = job.fragments / job.outer  # in a step
+        return computing + codec / job.outer + exposed * parts, exposed * parts, wire * parts
     arrivals, specs = _slots(profile, job.wire, scale)
     calm = replace(link, busy=0.0)
     wait, count = expected_wait_s(arrivals, specs, backward_s, calm, caps)
@@ -326,7 +335,8 @@ def _step(
     if job.zero:  # parameters come back when the optimizer has stepped
         gather = fabric.link(ranks, 0.5)
         back = gather.latency_s + gather.seconds(profile.parameter_bytes)
-        exposed, wire = exposed + back, wire + back
+        hidden = forward_s if job.gather == "forward" else 0.0
+        exposed, wire = exposed + max(gather.latency_s, back - hidden), wire + back
     return computing + exposed + processor + codec, exposed, wire
 
 
@@ -400,13 +410,17 @@ def measures(profile: RunProfile, fabric: Fabric, job: Job, ranks: int) -> list[
         ("bucket_cap_mb=auto", replace(job, bucket_mib=None)),
         ("wire=bf16", replace(job, wire="bf16")),
         ("wire=int8", replace(job, wire="int8")),
-        ("zero=1", replace(job, zero=1)),
         (
             f"accumulate={4 * job.accumulate} (a larger batch)",
             replace(kept, accumulate=4 * job.accumulate),
         ),
-        ("outer=50 (other mathematics)", replace(job, outer=50, zero=0)),
+        ("outer=50 (other mathematics)", replace(job, outer=50, zero=0, gather="step")),
     ]
+    if job.outer == 1:  # the two exclude each other
+        options += [
+            ("zero=1", replace(job, zero=1)),
+            ("zero={gather: forward}", replace(job, zero=1, gather="forward")),
+        ]
     found = []
     for name, other in options:
         row = forecast(profile, fabric, other, ranks) if other != job else None

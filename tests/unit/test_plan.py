@@ -109,7 +109,34 @@ def test_zero_divides_the_optimizer_and_outer_the_traffic():
         < 0.05 * forecast(PROFILE, slow, Job(), 8).exposed_s
     )
     assert zero.exposed_s > plain.exposed_s  # parameters come back after the step
+    back = forecast(PROFILE, ETHERNET, Job(zero=1, gather="forward"), 8)
+    assert plain.exposed_s < zero.exposed_s - back.exposed_s <= PROFILE.forward_s + plain.exposed_s
     assert outer.sent_bytes == plain.sent_bytes / 50
+
+
+def test_parts_that_travel_in_turns_hide_behind_steps():
+    slow = Fabric(0.5 * GBIT, 3e-5)
+    whole = forecast(PROFILE, slow, Job(outer=50), 8)
+    parts = forecast(PROFILE, slow, Job(outer=50, fragments=5), 8)
+    assert parts.exposed_s == pytest.approx(whole.exposed_s, rel=0.01)  # as many bytes
+    assert parts.sent_bytes == whole.sent_bytes
+    one = parts.exposed_s * 50 / 5
+    computing = forecast(PROFILE, slow, Job(), 1).step_s
+    late = forecast(PROFILE, slow, Job(outer=50, fragments=5, delay=1), 8)
+    assert late.exposed_s == pytest.approx(max(0.0, one - computing) * 5 / 50, abs=1e-6)
+    hidden = forecast(PROFILE, slow, Job(outer=50, fragments=5, delay=10), 8)
+    assert hidden.exposed_s == 0
+    assert hidden.hidden == 1
+    assert hidden.step_s < late.step_s < parts.step_s
+
+
+def test_what_outer_excludes_is_not_advised():
+    assert {"zero=1", "zero={gather: forward}"} <= {
+        n for n, _ in measures(PROFILE, ETHERNET, Job(), 8)
+    }
+    names = [name for name, _ in measures(PROFILE, ETHERNET, Job(outer=20), 8)]
+    assert names
+    assert not any(name.startswith("zero") for name in names)
 
 
 def test_a_fixed_batch_is_divided_and_ends():
@@ -276,6 +303,10 @@ def test_a_file_that_nobody_measured_is_refused_in_one_paragraph(alter, told, tm
         (["file.json", "--samples", "4"], "says what a rank does; leave --samples out"),
         (["file.json", "--state", "4", "--forward", "1s"], "leave --forward, --state out"),
         (["--zero", "1", "--outer", "50"], "--zero 1 and --outer exclude each other"),
+        (["--gather", "forward"], "--gather forward needs --zero 1"),
+        (["--fragments", "3"], "need --outer of at least 3"),
+        (["--outer", "12", "--fragments", "3", "--delay", "5"], "need --outer of at least 15"),
+        (["--delay", "-1"], "must be a number of steps, 0 or more"),
         (["f.json", "--zero", "1", "--measured", "8=1s", "9=2s"], "leave FILE, --zero out"),
         (["--measured", "8=120ms", "64=100ms"], "steps get faster with more ranks"),
     ],
